@@ -81,7 +81,7 @@ def _requests(medians: Medians) -> Iterator[str]:
 
     def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
         yield from (against_floor(measures[each][GATEWAY], each) for each in (SHORT, STEADY, SATURATED))
-        yield against_floor(path_s(measures[SATURATED]), SATURATED)
+        yield from (against_floor(path_s(measures[each]), each) for each in (STEADY, SATURATED))
         shares = (measures[SATURATED].get(CPU + role) for role in (*roles[1:], OFF_PATH))
         yield from (digits(share and share * 1e3) for share in shares)
         yield digits(measures[SATURATED]["memory_bytes"] / 1e6)
@@ -90,7 +90,8 @@ def _requests(medians: Medians) -> Iterator[str]:
         "Processor time per request of 100 words and 1 token, ms",
         (
             *(f"gateway, {each}" for each in (SHORT, STEADY, SATURATED)),
-            *("whole path", *roles[1:], "engines", "memory of the path, MB"),
+            *(f"whole path, {each}" for each in (STEADY, SATURATED)),
+            *(*roles[1:], "engines", "memory of the path, MB"),
         ),
         {name: cells(measures) for name, measures in medians.items()},
     )

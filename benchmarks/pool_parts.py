@@ -1,6 +1,6 @@
 """Parts of the KV pool against the generic path: `make bench-pool-parts`.
 
-- CRC-32C by the processor's instruction, beside tables; a save, a file's write and its read, beside memcpy.
+- CRC-32C by the processor's instruction, beside tables; a save, a file's write and its read, and a loan, beside memcpy.
 - Copies with huge pages beside small ones. Near and far NUMA nodes are not compared: no machine with two was at hand.
 - What a promotion costs in moves, and bytes per move, in a fresh pool and after 10,000 random operations.
 - Blocks written to a file when they are saved, beside when they are evicted, on Mooncake's conversation trace.
@@ -16,9 +16,10 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from random import Random
+from select import select
 from typing import Final
 
 import baton_native
@@ -30,7 +31,7 @@ from baton.pool.file import KvFile
 from baton.pool.file_format import FileBlock, Geometry
 from baton.pool.memory import KvPool, slot_bytes
 from baton.pool.policy import PolicyName, make_policy
-from baton.transfer import Pool, checksum_memory
+from baton.transfer import AgentOptions, EventKind, NativeAgent, Pool, checksum_memory
 from benchmarks.pool_replay import ENGINE_BLOCKS
 from benchmarks.report import Row, report
 
@@ -41,6 +42,7 @@ BLOCK_TOKENS: Final = 32
 BLOCKS: Final = 48
 PROMPT_BLOCKS: Final = 46
 """Full blocks of 1,500 tokens."""
+LOAN_S: Final = 30.0
 OPERATIONS: Final = 10_000
 FILE_SLOTS: Final = 30_000
 POOL_SLOTS: Final = (3_000, 10_000)
@@ -143,6 +145,43 @@ def measure_moves(folder: Path, repeats: int) -> list[Row]:
     return rows
 
 
+def measure_loan(repeats: int) -> list[Row]:
+    """Pull a prompt's slots from one pool into another one, by their agents, in this process."""
+    (source, _kept), (sink, _kept_too) = make_pool(), make_pool()
+    lender, borrower = NativeAgent(AgentOptions()), NativeAgent(AgentOptions())
+    lender.set_pool(source.pool)
+    borrower.set_pool(sink.pool)
+    slots, tokens = tuple(range(PROMPT_BLOCKS)), PROMPT_BLOCKS * BLOCK_TOKENS
+    size = PROMPT_BLOCKS * LAYERS * BLOCK_BYTES
+    numbers, backends = count(1), set[str]()
+
+    def pull() -> None:
+        key = next(numbers).to_bytes(16, "little")
+        generation = lender.open_lease(key)
+        lender.extend_lease(key, generation, slots)
+        lender.post_ready(key, generation, -1, tokens)
+        lender.complete_lease(key, generation, tokens)
+        borrower.pull(key, lender.endpoint, first_token=0, tokens=tokens, blocks=slots, budget_s=LOAN_S)
+        while True:
+            ready, _, _ = select([borrower.fileno()], [], [], LOAN_S)
+            assert ready, "the pull did not end"
+            for event in borrower.poll():
+                assert event.kind is not EventKind.PULL_FAILED, event.detail
+                if event.kind is EventKind.PULL_DONE:
+                    backends.add(event.backend)
+                    lender.poll()
+                    return
+
+    memcpy = bytes_per_s(
+        lambda: _discard(ctypes.memmove(sink.slot_address(0), source.slot_address(0), size)), size, repeats
+    )
+    rate = bytes_per_s(pull, size, repeats)
+    borrower.close()
+    lender.close()
+    name = f"loan between two pools, {'/'.join(sorted(backends))}, checksums included"
+    return [Row.against(name, "GB/s", rate / 1e9, memcpy=memcpy / 1e9)]
+
+
 def measure_fragmentation() -> tuple[list[Row], str]:
     """Return the runs of neighbouring slots of a prompt's blocks, in a fresh pool and after random operations.
 
@@ -231,6 +270,7 @@ def main() -> None:
             *measure_checksums(arguments.repeats),
             *measure_pages(arguments.repeats),
             *measure_moves(Path(folder), arguments.repeats),
+            *measure_loan(arguments.repeats),
             *moves,
             *measure_writes(),
         ]

@@ -45,7 +45,7 @@ async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Le
         await asyncio.wait(legs, timeout=BUDGET_S)
         if leg is Leg.PREFILL:
             await legs[1]
-            # The next attempt runs without the struck engine, on what decode's pool has.
+            # The next attempt runs without the struck engine, on what decode has.
             whole = replace(pair.request(tokens, GREEDY, salt=salt), attempt=2)
             assert (await collect(pair.decode, whole)).tokens == expected
         else:

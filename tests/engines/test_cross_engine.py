@@ -37,6 +37,7 @@ PAIRS = (
     "sglang-1-to-vllm-128",
 )
 """Engines, each with its block or page size in tokens."""
+POOL = {"kv_pool_bytes": 1 << 26}
 STAGED = (
     "vllm-staged-32-to-vllm-staged-128",
     "vllm-staged-32-to-sglang-staged-1",
@@ -52,7 +53,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"))
+    engines = Engines(tmp_path_factory.mktemp("engines"), vllm=POOL, sglang=POOL)
     try:
         yield engines
     finally:

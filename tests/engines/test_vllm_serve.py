@@ -39,7 +39,7 @@ async def stock(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, "--trust-request-chat-template", *flags,
+            *command, "--trust-request-chat-template", "--exclude-tools-when-tool-choice-none", *flags,
             env={**os.environ, **ENVIRON}, stdout=output, stderr=output,
         )  # fmt: skip
     try:

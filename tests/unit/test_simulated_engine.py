@@ -10,12 +10,18 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 import pytest
 
 from baton.clock import ManualClock
+from baton.connectors.place import RankPlace
+from baton.connectors.pool_rank import open_file
+from baton.connectors.pool_report import FileReport
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.simulated.engine import SimulatedEngine
+from baton.engines.simulated.pool import MakeFile
 from baton.errors import (
     AttemptFailed,
     ConfigurationError,
@@ -26,6 +32,9 @@ from baton.errors import (
 )
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.base import WorkerAddress
+from baton.pool.file import KvFile
+from baton.pool.file_io import FileIo, FileJob
+from baton.pool.memory import KvPool
 from baton.transfer import AgentOptions, Pool, TransferEvent
 from baton.transfer.memory import MemoryAgent, MemoryFabric
 
@@ -67,6 +76,7 @@ class World:
         *,
         make_agent: Callable[[AgentOptions], MemoryAgent] | None = None,
         agent: AgentOptions | None = None,
+        make_file: MakeFile = open_file,
         **options: object,
     ) -> SimulatedEngine:
         def make(agent_options: AgentOptions) -> MemoryAgent:
@@ -79,6 +89,7 @@ class World:
             agent=agent or AgentOptions(unclaimed_ttl_s=1000, lease_ttl_s=1000, wanted_timeout_s=1000),
             clock=self.clock,
             make_agent=make,
+            make_file=make_file,
         )
         self.engines.append(engine)
         self.facts.append(await engine.start())
@@ -97,6 +108,7 @@ class World:
         leg: Leg = Leg.WHOLE,
         name: str | None = None,
         budget_s: float = 1000.0,
+        computing_token_s: float = 0.0,
     ) -> Run:
         self._numbers += 1
         source = WorkerAddress(worker="p", generation=1, agents=self.facts[0].agents)
@@ -108,6 +120,7 @@ class World:
             sampling=sampling,
             source=source if leg is Leg.DECODE else None,
             budget_s=budget_s,
+            computing_token_s=computing_token_s,
         )
 
         async def read() -> None:
@@ -506,3 +519,65 @@ async def test_a_model_folder_that_is_missing_stops_the_start(model: str) -> Non
     engine = SimulatedEngine(model, options={}, agent=AgentOptions())
     with pytest.raises(ConfigurationError, match="does not exist"):
         await engine.start()
+
+
+class HeldFile(FileIo):
+    """A file whose reads begin when the test says so."""
+
+    def __init__(self, file: KvFile) -> None:
+        super().__init__(file)
+        self.held: list[FileJob] = []
+
+    def submit(self, job: FileJob) -> None:
+        if job.writes:
+            super().submit(job)
+        else:
+            self.held.append(job)
+
+    def release(self) -> None:
+        for job in self.held:
+            super().submit(job)
+
+
+async def test_a_prefix_that_the_file_brings_late_is_computed(tmp_path: Path) -> None:
+    files: list[HeldFile] = []
+
+    def make_file(path: str, budget_bytes: int, pool: KvPool, _place: RankPlace) -> HeldFile:
+        files.append(HeldFile(KvFile(Path(path), pool, budget_bytes, content="test")))
+        return files[-1]
+
+    block_bytes = 32 * 512
+    async with open_world() as world:
+        engine = await world.engine(
+            block_tokens=32,
+            blocks=16,
+            kv_pool_bytes=64 * block_bytes,
+            kv_file=str(tmp_path / "kv"),
+            kv_file_bytes=512 * (block_bytes + 4096),
+            make_file=make_file,
+        )
+        tokens = prompt(256)
+
+        async def until(condition: Callable[[FileReport], bool]) -> None:
+            """Wait for the file's threads, which know nothing of this world's time."""
+            while (file := engine.load().pool.file) is None or not condition(file):
+                await world.advance(0.5, ticks=1)
+                await asyncio.sleep(0.001)
+
+        first = world.run(engine, tokens)
+        await world.finish(first)
+        await until(lambda file: file.written_blocks == 8)
+        seeds = count(1)
+        while engine.load().pool.evicted_blocks < 64:
+            await world.finish(world.run(engine, prompt(480, next(seeds))))
+        again = world.run(engine, tokens, computing_token_s=1.0)
+        await world.advance(200.0, ticks=4)
+        assert (engine.load().waiting, len(files[0].held)) == (1, 1), "256 tokens take 256 s to compute"
+        await world.advance(60.0, ticks=4)
+        await world.finish(again)
+        assert again.tokens == first.tokens
+        assert again.deltas[0].loaded_tokens == 0
+        files[0].release()
+        await until(lambda file: file.loaded_tokens == 256)
+        assert (file := engine.load().pool.file) is not None
+        assert file.loads_late == 1

@@ -15,6 +15,7 @@ from typing import Final
 
 from baton.blocks import model_digest
 from baton.clock import Clock, SystemClock
+from baton.connectors.pool_rank import open_file
 from baton.engines.engine import (
     EngineDelta,
     EngineEventBatch,
@@ -27,7 +28,7 @@ from baton.engines.engine import (
 from baton.engines.simulated.core import EngineCore
 from baton.engines.simulated.kv import KvPool
 from baton.engines.simulated.options import SimulatedOptions, parse_options
-from baton.engines.simulated.pool import SimulatedPool
+from baton.engines.simulated.pool import MakeFile, SimulatedPool
 from baton.engines.simulated.sampling import check_sampling, read_model
 from baton.engines.simulated.stream import Stream
 from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed
@@ -49,12 +50,14 @@ class SimulatedEngine:
         agent: AgentOptions,
         clock: Clock | None = None,
         make_agent: Callable[[AgentOptions], TransferAgent] = NativeAgent,
+        make_file: MakeFile = open_file,
     ) -> None:
         self._model_name = model
         self._options: SimulatedOptions = parse_options(options)
         self._agent_options = agent
         self._clock: Clock = clock or SystemClock()
         self._make_agent = make_agent
+        self._make_file = make_file
         self._core: EngineCore | None = None
         self._failure = EngineFailed("the engine has not been started")
         """Why there is no core."""
@@ -109,7 +112,12 @@ class SimulatedEngine:
             return None
         check_block_tokens(self._options.block_tokens)
         return SimulatedPool(
-            cache, self._options, agent=self._agent_options, make_agent=self._make_agent, clock=self._clock
+            cache,
+            self._options,
+            agent=self._agent_options,
+            make_agent=self._make_agent,
+            make_file=self._make_file,
+            clock=self._clock,
         )
 
     async def check_health(self) -> None:

@@ -12,7 +12,7 @@ from baton.blocks import BLOCK_TOKENS_DEFAULT
 from baton.clock import Clock
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S
-from baton.connectors.pool_rank import PoolRank, open_file
+from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import PoolReport, Promotion
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank, RankResults
@@ -24,6 +24,9 @@ from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
 from baton.transfer import AgentOptions, Pool, TransferAgent
 from baton.transfer.layout import read_layout
+
+MakeFile = Callable[[str, int, KvPool, RankPlace], FileTier | None]
+"""Opens the file under a pool, see `open_file`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class SimulatedPool:
         *,
         agent: AgentOptions,
         make_agent: Callable[[AgentOptions], TransferAgent],
+        make_file: MakeFile,
         clock: Clock,
     ) -> None:
         """Reserve the pool beside the engine's `cache`. Raises ConfigurationError if there is no memory for it."""
@@ -59,7 +63,7 @@ class SimulatedPool:
         place = RankPlace(layout=read_layout(cache.layout))
         self._clock = clock
         self._changed: Callable[[], None] | None = None
-        self._file = open_file(options.kv_file, options.kv_file_bytes, memory, place)
+        self._file = make_file(options.kv_file, options.kv_file_bytes, memory, place)
         lending = HandoffRank(self._agent, place, clock.now_s)
         self._rank = PoolRank(memory.slots, self._copier, lending, self._file, clock.now_s)
         self._results = RankResults()

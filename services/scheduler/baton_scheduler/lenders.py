@@ -64,20 +64,18 @@ def find_lenders(serving: Serving, held: Mapping[str, int], pooled: Mapping[str,
     reach = dict(held)
     for name, blocks in pooled.items():
         reach[name] = max(blocks, reach.get(name, 0))
-    if not reach:
-        return []
     teams = serving.teams.values()
-    wanted = Counter({identity: LENDERS_MAX for team in teams for identity in team.identities if identity})
-    lenders: list[Lender] = []
-    for name in sorted(reach, key=lambda name: (-reach[name], name)):
+    able: list[tuple[int, WorkerLoad]] = []
+    for name, blocks in reach.items():
         load = next((team.loads[team.rows[name]] for team in teams if name in team.rows), None)
-        if load is None or not load.promotion_bytes_per_s or not load.ready or not load.identity:
-            continue
-        if wanted[load.identity] and reach[name]:
-            wanted[load.identity] -= 1
-            lenders.append(Lender(load, reach[name] * load.block_tokens))
-            if not any(wanted.values()):
-                break
+        if load is not None and load.promotion_bytes_per_s and load.ready and load.identity and blocks:
+            able.append((blocks, load))
+    counts = Counter[str]()
+    lenders: list[Lender] = []
+    for blocks, load in sorted(able, key=lambda each: (-each[0], each[1].worker)):
+        counts[load.identity] += 1
+        if counts[load.identity] <= LENDERS_MAX:
+            lenders.append(Lender(load, blocks * load.block_tokens))
     return lenders
 
 

@@ -68,7 +68,9 @@ def choose(
     whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(room)
     question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, room, predict), random=random)
     ranked = policy.rank(question)
-    misfit = "" if question.pools else _misfit(serving, prefills, decodes)
+    misfit = ""
+    if not question.pools and (not ranked or demand.disaggregation is Disaggregation.AUTO):
+        misfit = _misfit(serving, prefills, decodes)
     if not ranked:
         why = misfit or "their agents cannot reach each other"
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker: {why}")
