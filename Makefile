@@ -213,11 +213,11 @@ test-gpu: environment $(if $(wildcard /dev/nvidiactl),environment-vllm-cuda)
 	@echo '  2. copies between host and GPU, layout conversions, pulls between two processes by cuda-ipc and cuda-put:'
 	@echo '     verified, then measured beside cudaMemcpy, into benchmarks/results/gpu.json; cancels and deadlines'
 	@echo '  3. the contract suites of the copy engine and of both CUDA backends on the GPU'
-	@echo '  4. two vLLM engines on one GPU, prefill to decode, staged, eager and with CUDA graphs'
+	@echo '  4. two vLLM engines on one GPU, prefill to decode, staged in the KV pool, eager and with CUDA graphs'
 	-@.venv/bin/python -m baton.cli doctor
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
 	.venv/bin/python -m pytest -q -n 2 tests/contract tests/integration/test_transfer_processes.py -k GPU
-	$(if $(wildcard /dev/nvidiactl),@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core test,@echo 'no NVIDIA driver: 4 is left out')
+	$(if $(wildcard /dev/nvidiactl),@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core test,@echo 'no NVIDIA driver: nothing ran on a GPU. 1 looked for one, 2 measured nothing, skipped tests of 3 need one, 4 is left out')
 	$(if $(wildcard /dev/nvidiactl),.venv-vllm-cuda/bin/$(PYTEST) tests/engines/test_vllm_gpu.py)
 
 test-engines: environment-vllm environment-sglang

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -66,6 +66,8 @@ class Deployment:
     device: DeviceName = "auto"
     gpus: tuple[int, ...] = ()
     """GPUs for the workers, by PCI address; empty: on a CPU, or if they are not known."""
+    adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    """RDMA ports for the worker of each GPU, as `agent_verbs_devices` names them."""
     disaggregation: Disaggregation | None = None
     """None: `auto` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
@@ -95,6 +97,10 @@ class Deployment:
     @property
     def counts(self) -> Mapping[Role, int]:
         return {Role.PREFILL: self.prefill, Role.DECODE: 1 if self.decode is None else self.decode}
+
+    def adapters_of(self, share: GpuShare) -> str:
+        """Return the setting `agent_verbs_devices` of a worker with these GPUs; empty: all adapters that are up."""
+        return ",".join(dict.fromkeys(port for gpu in share.gpus for port in self.adapters.get(gpu, ())))
 
     @property
     def workers(self) -> int:
@@ -372,11 +378,14 @@ def worker_programs(
         if deployment.kv_file_bytes:
             folder = deployment.kv_folder or deployment.folder / ".cache" / "kv"
             flags += ["--kv-folder", str(folder), "--kv-file-bytes", str(deployment.kv_file_bytes)]
+        adapters = deployment.adapters_of(share)
+        near = _variables(role, agent_verbs_devices=adapters) if adapters else {}
         return Program(
             name=name,
             command=(str(deployment.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
             environ={
                 **threads,
+                **near,
                 **environ,
                 **share.environment(),
                 **_variables(role, nats_url=nats_url, agent_secret=agent_secret),

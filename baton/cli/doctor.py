@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from baton.devices.backends import Pair, pair_backends
+from baton.devices.backends import Pair, nearest_adapters, pair_backends
 from baton.devices.findings import Finding, find
 from baton.devices.gpus import Gpu
 from baton.devices.pci import Link
@@ -47,7 +47,10 @@ def describe(report: Report) -> str:
         *(f"  {pair.between}: {pair.backend} ({pair.why})" for pair in report.pairs),
     ]
     if survey.gpus.gpus:
-        lines.append("  No engine hands off KV from GPU memory yet: workers on GPUs serve requests whole.")
+        lines.append(
+            "  KV leaves GPU memory staged only (KV_PATH=staged), which has not run on a GPU; otherwise workers serve"
+        )
+        lines.append("  requests whole. Staged KV is host memory between workers.")
     lines += ["", *describe_findings(report.findings)]
     return "\n".join(lines)
 
@@ -74,8 +77,8 @@ def _about_gpus(survey: Survey) -> Iterator[str]:
         nics, link = nearest_nics(gpu.place, survey.nics, numa_nodes=survey.host.numa_nodes)
         near = ", ".join(f"{nic.device}:{nic.port}" for nic in nics)
         yield f"       reads {_peers(gpu)}; nearest adapter: {f'{near} ({_LINKS[link]})' if nics else 'none is up'}"
-        if nics:
-            yield f"       its worker's setting: agent_verbs_devices={near.replace(' ', '')}"
+        if adapters := nearest_adapters(survey)[gpu.index]:
+            yield f"       its worker's setting: agent_verbs_devices={','.join(adapters)}"
 
 
 def _peers(gpu: Gpu) -> str:

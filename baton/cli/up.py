@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from baton.cli.deployment import (
 from baton.cli.doctor import describe_findings
 from baton.cli.engine_defaults import CUDA_MEMORY_SHARE
 from baton.cli.gpu_shares import VISIBLE, visible_gpus
+from baton.devices.backends import nearest_adapters
 from baton.devices.findings import find
 from baton.devices.survey import Survey, read_survey
 from baton.engines.options import WHOLE_ON_CUDA
@@ -56,6 +58,8 @@ def up(deployment: Deployment, environ: Mapping[str, str], tell: Tell) -> None:
     survey = read_survey() if NVIDIA_DRIVER.exists() else None
     gpus = survey.gpus.gpus if survey else ()
     deployment = resolve(deployment, gpu=survey is not None, find_gpus=lambda: visible_gpus(gpus, environ.get(VISIBLE)))
+    if survey:
+        deployment = replace(deployment, adapters=nearest_adapters(survey))
     check_deployment(deployment)
     if deployment.device == "cuda":
         if not deployment.prefill:
@@ -80,6 +84,8 @@ def describe_gpus(deployment: Deployment, survey: Survey | None) -> Iterator[str
     for worker, share in gpu_shares(deployment).items():
         where = " and ".join(f"GPU {index} ({names[index]})" for index in share.gpus) or "the GPU that CUDA chooses"
         yield f"{worker}: {where}, {CUDA_MEMORY_SHARE / share.workers:.0%} of its memory if no option says otherwise"
+        if adapters := deployment.adapters_of(share):
+            yield f"{worker}: RDMA by the adapters nearest to it, {adapters}, if no setting names others"
 
 
 @contextmanager

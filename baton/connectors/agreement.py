@@ -6,12 +6,14 @@ transfer, the ranks take the minimum of their votes, and each acts on that alone
 
     vote on a pull     (ended, unfailed)     0 while it runs, and from the first rank that it fails on
     vote on a lease    (ended,)              0 while a peer may read this rank's part
+    the time           in milliseconds       for decisions on deadlines: ranks are processes of one host
 
 The transfers themselves are listed by what was agreed before, so the lists are equal on all ranks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -32,26 +34,36 @@ class AgreedResults:
 
 
 class RankAgreement:
-    def __init__(self, vote: Vote) -> None:
+    def __init__(self, vote: Vote, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.agreed_s = 0.0
+        """Time of the last vote, equal on all ranks. It stands still while no transfer is open or waited for."""
         self._vote = vote
+        self._now_s = now_s
         self._here = RankResults()
         """Results of this rank that the others lack."""
 
-    def settle(self, news: RankResults, pulls: Collection[str], leases: Collection[str]) -> AgreedResults:
-        """Add this rank's news, and return what has ended everywhere of the open `pulls` and `leases`."""
+    def settle(
+        self, news: RankResults, pulls: Collection[str], leases: Collection[str], *, waiting: bool = False
+    ) -> AgreedResults:
+        """Add this rank's news, and return what has ended everywhere of the open `pulls` and `leases`.
+
+        `waiting`: whether requests wait for a transfer, for which the time is needed.
+        """
         here = self._here
         here.received |= news.received
         here.failed |= news.failed
         here.sent |= news.sent
-        if not pulls and not leases:
+        if not pulls and not leases and not waiting:
             return AgreedResults()
         votes = [int(pull in here.received) for pull in pulls]
         votes += [int(pull not in here.failed) for pull in pulls]
         votes += [int(lease in here.sent) for lease in leases]
+        votes.append(int(self._now_s() * 1000))
         agreed = iter(self._vote(votes))
         received = tuple(pull for pull in pulls if next(agreed))
         failed = frozenset(pull for pull in pulls if not next(agreed))
         sent = tuple(lease for lease in leases if next(agreed))
+        self.agreed_s = next(agreed) / 1000
         here.received.difference_update(received)
         here.failed.difference_update(received)
         here.sent.difference_update(sent)

@@ -20,12 +20,21 @@ class PromoteStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepStep:
+    """Blocks of a pull, staged in the pool's memory, that stay there."""
+
+    request: str
+    copy: CopyJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
     """One step's orders."""
 
     promotions: tuple[PromoteStep, ...] = ()
     saves: tuple[CopyJob, ...] = ()
     """Copies of blocks that are written once this step has computed."""
+    keeps: tuple[KeepStep, ...] = ()
     lending: LendingPlan = field(default_factory=LendingPlan)
     filing: FilePlan = field(default_factory=FilePlan)
 

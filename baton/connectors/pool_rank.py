@@ -6,18 +6,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from baton.connectors.handoff import PullOutcome, StepPlan
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_filing import FilePlan, FileProgress
-from baton.connectors.pool_plan import PoolPlan, PoolProgress
+from baton.connectors.pool_plan import KeepStep, PoolPlan, PoolProgress
 from baton.connectors.pool_report import Borrowed
 from baton.connectors.rank import HandoffRank, RankResults
 from baton.errors import ConfigurationError
-from baton.pool.copier import Copier, CopyJob
+from baton.pool.cells import CellTable
+from baton.pool.copier import CellSharing, Copier, CopyJob
 from baton.pool.file import KvFile
 from baton.pool.file_io import FileIo, FileTier
 from baton.pool.memory import KvPool
@@ -65,11 +66,18 @@ class PoolRank:
         lending: HandoffRank | None = None,
         file: FileTier | None = None,
         now_s: Callable[[], float] = time.monotonic,
+        *,
+        cells: CellTable | None = None,
+        sharing: CellSharing | None = None,
     ) -> None:
         """`copier`: None where this rank got no memory; then `slots` is 0. `lending`: the pool's agent, which lends and
-        borrows slots as an engine's agent leases and pulls blocks. `file`: the tier below the pool."""
+        borrows slots as an engine's agent leases and pulls blocks. `file`: the tier below the pool. `cells` and
+        `sharing`: where hand-offs are staged in the pool's memory."""
         self.slots = slots
         self.lending = lending
+        self._cells = CellTable(slots) if cells is None else cells
+        self._sharing = sharing
+        self._keeps: dict[str, KeepStep] = {}
         self._copier = copier
         self._saves: tuple[CopyJob, ...] = ()
         self._arrivals: dict[str, _Arrival] = {}
@@ -86,16 +94,28 @@ class PoolRank:
         self._progress = PoolProgress(slots=(slots,), filing=FileProgress(slots=(file.slots if file else 0,)))
 
     def begin(self, plan: PoolPlan) -> None:
-        """Start the step's promotions: their blocks are no part of it. Saves wait until it has computed."""
+        """Start the step's promotions: their blocks are no part of it. Saves wait until it has computed.
+
+        Called before the step's pulls begin.
+        """
         self._saves = plan.saves
+        if self._sharing is not None:
+            for job in plan.saves:
+                self._sharing.expect(job)
+        for step in plan.keeps:
+            assert self._sharing is not None
+            self._keeps[step.request] = step
+            self._sharing.keep(step.copy.key, step.copy)
         for step in plan.promotions:
             self._arrivals[step.request] = _Arrival(copying=True, pulling=step.with_pull)
             self._requests[step.copy.job] = step.request
             self._submit(step.copy)
         self._begin_filing(plan.filing)
         if self.lending is not None:
-            orders = plan.lending
-            self.lending.begin(StepPlan(leases=orders.leases, cancel=orders.cancel, pulls=orders.pulls))
+            orders, cells = plan.lending, self._cells
+            leases = tuple(replace(step, blocks=cells.of(step.blocks)) for step in orders.leases)
+            pulls = tuple(replace(step, blocks=cells.renew(step.blocks)) for step in orders.pulls)
+            self.lending.begin(StepPlan(leases=leases, cancel=orders.cancel, pulls=pulls))
             # A lease's end is reported once nothing else uses its blocks; of a loan's, nothing does.
             self.lending.begin(StepPlan(held=tuple(step.key for step in orders.leases)))
 
@@ -113,6 +133,7 @@ class PoolRank:
             self._submit(job)
         self._saves = ()
         self._take_ended()
+        self._take_kept(results)
         if self._file is not None:
             self._take_filed(self._file)
         if self.lending is not None:
@@ -165,10 +186,19 @@ class PoolRank:
             )
             self._progress = self._progress.joined(progress)
 
+    def _take_kept(self, results: RankResults) -> None:
+        for request in results.received & self._keeps.keys():
+            assert self._sharing is not None
+            job = self._keeps.pop(request).copy
+            failed = frozenset[int]() if self._sharing.kept(job.key) else frozenset({job.job})
+            self._progress = self._progress.joined(PoolProgress(jobs=Counter({job.job: 1}), failed=failed))
+
     def _begin_filing(self, plan: FilePlan) -> None:
         for job in (*plan.writes, *(load.job for load in plan.loads)):
             assert self._file is not None
             self._filing += 1
+            if not job.writes:
+                self._cells.renew(job.pool_slots)
             self._file.submit(job)
         now_s = self._now_s()
         self._late_s |= {load.job.job: now_s + load.budget_s for load in plan.loads}

@@ -4,6 +4,7 @@ One `PoolScheduler` runs beside an engine's scheduler. Its directory stands for 
 same blocks in the same slots; `PoolRank` carries out its orders on each rank. It knows no engine.
 
     save     block full ──room──▶ FILLING, the engine's block is held ──copied on all ranks──▶ READY, block let go
+    keep     pulled by way of the pool's memory ──room──▶ FILLING ──pulled on all ranks──▶ READY
     promote  prefix matched ──blocks allocated──▶ slots pinned ──copied on all ranks──▶ unpinned
 """
 
@@ -20,12 +21,12 @@ import msgspec
 from baton.blocks import BLOCK_TOKENS_DEFAULT, root_key, split_ids
 from baton.connectors.pool_filing import FilePlan, FileProgress, PoolFiling
 from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
-from baton.connectors.pool_plan import PoolPlan, PoolProgress, PromoteStep
+from baton.connectors.pool_plan import KeepStep, PoolPlan, PoolProgress, PromoteStep
 from baton.connectors.pool_report import Borrowed, PoolReport, Promotion
 from baton.connectors.pool_runs import StoredRun, StoredRuns
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
-from baton.pool.directory import PoolDirectory
+from baton.pool.directory import PoolDirectory, SlotState
 from baton.pool.policy import PolicyName, make_policy
 
 SAVING_SHARE_MAX: Final = 0.5
@@ -52,6 +53,7 @@ class _Sequence:
     """What the loan has brought, until it is told with the promotion."""
     token_s: float = 0.0
     """Predicted time to compute a token; 0: not known."""
+    staged_key: bytes = b""
     load: int = 0
     """Job of the file for which the request waits."""
     loads: bool = True
@@ -78,6 +80,8 @@ class _Save:
     first: int
     end: int
     """The keys are among the chain's from `first` to `end`."""
+    holds: bool
+    """Whether the engine's blocks are read, and held."""
 
 
 class PoolScheduler:
@@ -123,6 +127,7 @@ class PoolScheduler:
         self._failed: set[int] = set()
         self._promotions: list[PromoteStep] = []
         self._saves: list[CopyJob] = []
+        self._keeps: list[KeepStep] = []
         self._promotion_count = 0
         self._promoted_tokens = 0
         self._promoting_s = 0.0
@@ -137,11 +142,21 @@ class PoolScheduler:
         return lends or files or bool(self._promotions or self._saves or self._saving)
 
     def admit(
-        self, request: str, model_digest: str, salt: str = "", loan: Loan | None = None, token_s: float = 0.0
+        self,
+        request: str,
+        model_digest: str,
+        salt: str = "",
+        loan: Loan | None = None,
+        token_s: float = 0.0,
+        staged_key: bytes = b"",
     ) -> None:
-        """Note a new request. `token_s`: predicted time to compute one of its tokens; 0: not known."""
+        """Note a new request.
+
+        `token_s`: predicted time to compute one of its tokens; 0: not known. `staged_key`: key of its hand-off, where
+        that is staged in the pool's memory.
+        """
         chain = BlockChain(root_key(model_digest, salt=salt), self._block_tokens)
-        self._sequences[request] = _Sequence(chain, salt, loan=loan, token_s=token_s)
+        self._sequences[request] = _Sequence(chain, salt, loan=loan, token_s=token_s, staged_key=staged_key)
 
     def finished(self, request: str) -> None:
         """Note that the engine is done with a request. Copies that run end by themselves."""
@@ -308,24 +323,52 @@ class PoolScheduler:
         full = min(full, sequence.saved + self._saving_max - self._saving_blocks)
         if full <= sequence.saved:
             return ()
-        sequence.chain.extend(tokens)
-        keys = sequence.chain.keys[:full]
-        reserved = self.directory.reserve(keys, sequence.saved)
-        sequence.saved = full
-        if not reserved:
+        first, sequence.saved = sequence.saved, full
+        job = self._store(sequence, tokens, table, first, full, holds=True)
+        if job is None:
             return ()
+        self._saving_blocks += len(job.blocks)
+        self._saves.append(job)
+        return job.blocks
+
+    def keep(self, request: str, tokens: Sequence[int], table: Sequence[int], pulled: range) -> None:
+        """Order that the full blocks of a pull are stored where they are staged. `pulled`: the tokens that come.
+
+        The pull begins with this step's orders. What is left out is saved like what this engine computes.
+        """
+        sequence = self._sequences.get(request)
+        if sequence is None or self.directory is None or not sequence.staged_key:
+            return
+        first, end = -(-pulled.start // self._block_tokens), pulled.stop // self._block_tokens
+        if first >= end:
+            return
+        sequence.chain.extend(tokens)
+        if first and self.directory.state(sequence.chain.keys[first - 1]) is SlotState.FREE:
+            return
+        if (job := self._store(sequence, tokens, table, first, end, holds=False)) is not None:
+            self._keeps.append(KeepStep(request=request, copy=job))
+
+    def _store(
+        self, sequence: _Sequence, tokens: Sequence[int], table: Sequence[int], first: int, end: int, *, holds: bool
+    ) -> CopyJob | None:
+        """Reserve slots for the blocks from `first` to `end` that are not stored; return the job that fills them."""
+        assert self.directory is not None
+        sequence.chain.extend(tokens)
+        keys = sequence.chain.keys[:end]
+        if not (reserved := self.directory.reserve(keys, first)):
+            return None
         self._runs.describe(sequence.chain.keys, sequence.salt, tokens, [index for index, _ in reserved])
         job = CopyJob(
             job=next(self._numbers),
             promotes=False,
             blocks=tuple(table[index] for index, _ in reserved),
             slots=tuple(slot for _, slot in reserved),
+            key=sequence.staged_key,
         )
-        saved = tuple(keys[index] for index, _ in reserved)
-        self._saving[job.job] = _Save(job, saved, sequence.chain, reserved[0][0], reserved[-1][0] + 1)
-        self._saving_blocks += len(reserved)
-        self._saves.append(job)
-        return job.blocks
+        stored = tuple(keys[index] for index, _ in reserved)
+        first, end = reserved[0][0], reserved[-1][0] + 1
+        self._saving[job.job] = _Save(job, stored, sequence.chain, first, end, holds)
+        return job
 
     # Both.
 
@@ -334,10 +377,11 @@ class PoolScheduler:
         plan = PoolPlan(
             promotions=tuple(self._promotions),
             saves=tuple(self._saves),
+            keeps=tuple(self._keeps),
             lending=self.lending.plan() if self.lending is not None else LendingPlan(),
             filing=self.filing.plan() if self.filing is not None else FilePlan(),
         )
-        self._promotions, self._saves = [], []
+        self._promotions, self._saves, self._keeps = [], [], []
         return plan
 
     def progress(self, progress: PoolProgress) -> tuple[int, ...]:
@@ -372,7 +416,8 @@ class PoolScheduler:
         assert self.directory is not None
         del self._ended[number]
         save = self._saving.pop(number)
-        self._saving_blocks -= len(save.job.blocks)
+        held = save.job.blocks if save.holds else ()
+        self._saving_blocks -= len(held)
         if number in self._failed:
             self._failed.remove(number)
             self.directory.abandon(save.keys)
@@ -380,7 +425,7 @@ class PoolScheduler:
             self.directory.filled(save.keys)
             if self.filing is not None:
                 self.filing.write(save.chain, save.first, save.end)
-        return save.job.blocks
+        return held
 
     def take_changes(self) -> tuple[list[StoredRun], tuple[bytes, ...]]:
         """Return the blocks that the pool has stored since the last call, and the keys of those it has dropped."""

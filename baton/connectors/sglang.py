@@ -108,14 +108,15 @@ class BatonScheduler(Scheduler):
             kv = self._read_kv(pool, setup)
             identity = self._identity(kv, setup.model_digest)
             described, slots = kv.described(identity), self._staging_slots(setup)
+            pool_bytes = self._pool_bytes(setup)
             agent: TransferAgent = self.make_agent(setup.agent)
             if slots:
-                agent = StagedAgent(agent, self.make_copies(described.device), slots, stream=self._stream)
+                copies = self.make_copies(described.device)
+                agent = StagedAgent(agent, copies, slots, pool_bytes=pool_bytes, stream=self._stream)
             agent.set_pool(described)
-            # Staged pages are copied as a whole, so heads of theirs cannot come from several peers.
-            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=None if slots else kv.layout)
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout, staged=slots > 0)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
-            kv_pool = self._kv_pool(described, rank, place, setup)
+            kv_pool = self._kv_pool(described, rank, place, setup) if pool_bytes else None
             self.handoffs = Handoffs(self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots)
             if described.device is None:
                 # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
@@ -143,23 +144,32 @@ class BatonScheduler(Scheduler):
         )
         self._link.tell(opened)
 
-    def _kv_pool(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup) -> SglangPool | None:
-        """Return the KV pool; None if there is to be none, or no memory for it."""
-        if not setup.kv_pool_bytes or setup.agent is None:
-            return None
-        if cache.device is not None:
-            _log.warning("this engine runs without a KV pool: its copies do not reach a GPU's memory")
-            return None
-        if self.tp_size > 1:
-            _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
-            return None
+    def _pool_bytes(self, setup: Setup) -> int:
+        """Return the size of the KV pool; 0 if there is to be none, or cannot be one."""
+        if not setup.kv_pool_bytes:
+            return 0
         try:
             check_block_tokens(self.page_size)
-            pool = KvPool(cache, setup.kv_pool_bytes)
+        except ConfigurationError as refusal:
+            _log.warning("this engine runs without a KV pool: %s", refusal)
+            return 0
+        if self.tp_size > 1:
+            _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
+            return 0
+        return setup.kv_pool_bytes
+
+    def _kv_pool(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup) -> SglangPool | None:
+        """Return the KV pool; None if there is no memory for it."""
+        assert setup.agent is not None
+        staged = rank.agent if isinstance(rank.agent, StagedAgent) else None
+        try:
+            pool = KvPool(cache, setup.kv_pool_bytes) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             return None
-        copier = ThreadCopier(pool)
+        if not pool.slots:
+            return None
+        copier = ThreadCopier(pool) if staged is None else staged.copier
         agent = self.make_agent(replace(setup.agent, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         agent.set_pool(pool.pool)
         for source in (copier, agent):
@@ -176,7 +186,9 @@ class BatonScheduler(Scheduler):
             ranks=1,
             has_file=file is not None,
         )
-        pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place), file)
+        sharing = None if staged is None else staged.copier
+        lending = HandoffRank(agent, replace(place, staged=False))
+        pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
         return SglangPool(self.tree_cache, scheduler, pool_rank, setup.model_digest)
 
     def make_agent(self, options: AgentOptions) -> NativeAgent:
@@ -196,11 +208,6 @@ class BatonScheduler(Scheduler):
     def _staging_slots(self, setup: Setup) -> int:
         if setup.staging_tokens is None:
             return 0
-        if self.tp_size > 1:
-            raise ConfigurationError(
-                "SGLang hands off staged KV without tensor parallelism only (engine option kv_path=direct)",
-                param="kv_path",
-            )
         return staging_slots(
             setup.staging_tokens,
             min(self.model_config.context_len, self.max_total_num_tokens),
@@ -229,7 +236,7 @@ class BatonScheduler(Scheduler):
             return votes
         # Our process knows of each rank's part by the time that the first one acts on what is agreed.
         self._report()
-        tensor = torch.tensor(votes, dtype=torch.uint8)
+        tensor = torch.tensor(votes, dtype=torch.int64)
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=self.tp_cpu_group)
         return tensor.tolist()
 

@@ -70,7 +70,10 @@ class Handoffs:
         self._cache = cache
         self._agreement = agreement
         self._enqueue = enqueue
-        self._decisions = HandoffScheduler(cache.page_size, staging_slots=staging_slots)
+        self._staged = staging_slots > 0
+        self._decisions = HandoffScheduler(
+            cache.page_size, staging_slots=staging_slots, now_s=lambda: agreement.agreed_s
+        )
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._reading: deque[Req] = deque()
@@ -101,10 +104,11 @@ class Handoffs:
         # SGLang ends a request that it refuses, such as for its grammar, in the queue of those to be computed.
         if req.is_retracted or req.to_finish is not None:
             return False
+        handoff = None if text is None else msgspec.json.decode(text, type=Handoff)
         if self.kv_pool is not None:
-            self.kv_pool.admit(req, None if loan is None else msgspec.json.decode(loan, type=Loan))
-        if text is not None:
-            handoff = msgspec.json.decode(text, type=Handoff)
+            staged_key = handoff.key if handoff is not None and self._staged else b""
+            self.kv_pool.admit(req, None if loan is None else msgspec.json.decode(loan, type=Loan), staged_key)
+        if handoff is not None:
             self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
             if handoff.leg is HandoffLeg.DECODE:
                 may_load = self.kv_pool is not None and self.kv_pool.may_load(req)
@@ -152,7 +156,7 @@ class Handoffs:
         news = self.rank.end(expecting=kv_pool is not None and kv_pool.is_active)
         if kv_pool is not None:
             kv_pool.end(news)
-        results = self._agreement.settle(news, self._pulling, self._leased_pages)
+        results = self._agreement.settle(news, self._pulling, self._leased_pages, waiting=bool(self._parked))
         for rid in results.failed.difference(results.received):
             # Failed on some rank: the others need not go on.
             self._decisions.finished(rid, computed=False)
@@ -201,9 +205,9 @@ class Handoffs:
                 leases.append(self._lease(req, req.prefix_len, req.extend_end))
         plan = self._decisions.plan(leases, computes=batch is not None)
         self.rank.revoke(plan)
-        self.rank.begin(plan)
         if self.kv_pool is not None:
             self.kv_pool.begin()
+        self.rank.begin(plan)
 
     def report(self) -> TransferReport | None:
         """Return the changes not reported to the streaming process yet, or None."""
@@ -232,6 +236,9 @@ class Handoffs:
         if promoted:
             assert self.kv_pool is not None
             self.kv_pool.promote(req, pages, with_pull=pulls)
+        if pulls and self.kv_pool is not None:
+            end = len(req.origin_input_ids) - 1
+            self.kv_pool.keep(req, pages, range(end - external + promoted, end))
         if external:
             self._pulling[req.rid] = _Pulling(req, arrival, spare, promoted)
         else:

@@ -49,13 +49,13 @@ class SglangPool:
     def is_busy(self) -> bool:
         return self._scheduler.is_busy or self._rank.is_active
 
-    def admit(self, req: Req, loan: Loan | None) -> None:
-        """Note a new request."""
+    def admit(self, req: Req, loan: Loan | None, staged_key: bytes = b"") -> None:
+        """Note a new request. `staged_key`: see `PoolScheduler.admit`."""
         # Block ids know tokens and salts only.
         if req.multimodal_inputs is None and req.lora_id is None:
             parameters = req.sampling_params.custom_params or {}
             token_s = float(parameters.get(TOKEN_TIME_PARAMETER, 0.0))
-            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan, token_s)
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan, token_s, staged_key)
 
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         return self._scheduler.lend(key, blocks, sink_ranks)
@@ -82,6 +82,10 @@ class SglangPool:
     def promote(self, req: Req, pages: Sequence[int], *, with_pull: bool) -> None:
         """Order the promotion that was offered into a request's pages; `pages` is the whole of them."""
         self._scheduler.promote(req.rid, pages, with_pull=with_pull, again=False)
+
+    def keep(self, req: Req, pages: Sequence[int], pulled: range) -> None:
+        """Order that the full pages of a pull are stored where they are staged."""
+        self._scheduler.keep(req.rid, req.origin_input_ids, pages, pulled)
 
     def checkpointed(self, req: Req, tokens: int, pages: Sequence[int]) -> None:
         """Order saves of the full pages among a request's first `tokens`, which the tree has taken."""

@@ -194,13 +194,14 @@ class BatonConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         parameters = dict(request.kv_transfer_params or {})
         loan, token_s = parameters.pop(LOAN_PARAMETER, None), parameters.pop(TOKEN_TIME_PARAMETER, 0.0)
-        handoff = parameters or None
         try:
+            handoff = msgspec.convert(parameters or None, Handoff | None)
             if self._pool_scheduler is not None:
                 loan, token_s = msgspec.convert(loan, Loan | None), msgspec.convert(token_s, float)
-                self._pool_scheduler.admit(request, loan, token_s)
+                staged_key = handoff.key if handoff is not None and self._staging_slots else b""
+                self._pool_scheduler.admit(request, loan, token_s, staged_key)
             if self._scheduler is not None and handoff is not None:
-                self._scheduler.admit(request.request_id, msgspec.convert(handoff, Handoff), request.num_prompt_tokens)
+                self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
         except msgspec.ValidationError:
             # The request then runs here as a whole, which is slower but correct.
             _log.exception("a request's hand-off or loan is malformed")
@@ -226,8 +227,11 @@ class BatonConnector(KVConnectorBase_V1):
         if self._pool_scheduler is not None and num_external_tokens:
             promoted_tokens = self._pool_scheduler.scheduler.offered_tokens(name)
         pulls = self._scheduler.allocated(name, table, num_external_tokens, promoted_tokens)
-        if self._pool_scheduler is not None and promoted_tokens:
-            self._pool_scheduler.scheduler.promote(name, table, with_pull=pulls, again=request.num_preemptions > 0)
+        if self._pool_scheduler is not None:
+            if promoted_tokens:
+                self._pool_scheduler.scheduler.promote(name, table, with_pull=pulls, again=request.num_preemptions > 0)
+            if pulls:
+                self._pool_scheduler.keep(request, table, num_external_tokens - promoted_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         scheduler = self._scheduler
@@ -322,6 +326,7 @@ class BatonConnector(KVConnectorBase_V1):
         if self._agent_options is None:
             return
         agent = self.make_agent(self._agent_options)
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
         pool = read_kv(
             tensors,
             [self._vllm_config.compilation_config.static_forward_context[name] for name in names],
@@ -334,13 +339,15 @@ class BatonConnector(KVConnectorBase_V1):
         self._device = pool.device
         self.kv_identity = pool.fingerprint
         if self._staging_slots:
-            agent = StagedAgent(agent, self.make_copies(), self._staging_slots, stream=self.stream)
+            agent = StagedAgent(
+                agent, self.make_copies(), self._staging_slots, pool_bytes=self._pool_bytes // ranks, stream=self.stream
+            )
         agent.set_pool(pool)
         place = RankPlace(
             rank=get_tensor_model_parallel_rank(),
-            size=self._vllm_config.parallel_config.tensor_parallel_size,
-            # Staged blocks are copied as a whole, so heads of theirs cannot come from several peers.
-            layout=read_layout(pool.layout) if pool.layout and not self._staging_slots else None,
+            size=ranks,
+            layout=read_layout(pool.layout) if pool.layout else None,
+            staged=self._staging_slots > 0,
         )
         self._rank = HandoffRank(agent, place)
         if self._pool_bytes:
@@ -350,13 +357,17 @@ class BatonConnector(KVConnectorBase_V1):
         """Reserve this rank's part of the KV pool. Without that memory the engine serves on without a pool."""
         assert self._rank is not None
         assert self._agent_options is not None
+        staged = self._rank.agent if isinstance(self._rank.agent, StagedAgent) else None
         try:
-            pool = KvPool(cache, self._pool_bytes // place.size)
+            pool = KvPool(cache, self._pool_bytes // place.size) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             self._pool_rank = PoolRank(0, None)
             return
-        copier = self.make_copier(pool)
+        if not pool.slots:
+            self._pool_rank = PoolRank(0, None)
+            return
+        copier = self.make_copier(pool) if staged is None else staged.copier
         file = self._open_file(pool, place)
         agent = self.make_agent(replace(self._agent_options, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         agent.set_pool(pool.pool)
@@ -364,7 +375,9 @@ class BatonConnector(KVConnectorBase_V1):
             self._rank.watch(source.fileno())
         if file is not None:
             self._rank.watch(file.fileno())
-        self._pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place), file)
+        sharing = None if staged is None else staged.copier
+        lending = HandoffRank(agent, replace(place, staged=False))
+        self._pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
 
     def _open_file(self, pool: KvPool, place: RankPlace) -> FileTier | None:
         """Open this rank's part of the pool's file; without it the pool goes on alone."""
@@ -409,9 +422,9 @@ class BatonConnector(KVConnectorBase_V1):
         # Pulls start here rather than in `start_load_kv`, which comes after the forward pass: submitting
         # one costs microseconds, and its blocks are no part of this step.
         if self._rank is not None and isinstance(connector_metadata, StepMetadata):
-            self._rank.begin(connector_metadata.plan)
             if self._pool_rank is not None:
                 self._pool_rank.begin(connector_metadata.pool)
+            self._rank.begin(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Do nothing: see `bind_connector_metadata`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,13 +41,14 @@ class VllmPool:
         self._digest = model_digest
         self._requests: dict[str, Request] = {}
 
-    def admit(self, request: Request, loan: Loan | None, token_s: float) -> None:
+    def admit(self, request: Request, loan: Loan | None, token_s: float, staged_key: bytes) -> None:
         # Keys stand for tokens and a salt, and for nothing else.
         more = request.prompt_embeds is not None or request.mm_features or request.lora_request
         if request.prompt_token_ids is None or more:
             return
         self._requests[request.request_id] = request
-        self.scheduler.admit(request.request_id, self._digest, request.cache_salt or "", loan, token_s)
+        salt = request.cache_salt or ""
+        self.scheduler.admit(request.request_id, self._digest, salt, loan, token_s, staged_key)
 
     def borrows(self, request: Request, computed_tokens: int) -> bool:
         return self.scheduler.borrows(request.request_id, request.all_token_ids, computed_tokens)
@@ -57,6 +58,10 @@ class VllmPool:
 
     def offer(self, request: Request, computed_tokens: int) -> int:
         return self.scheduler.offer(request.request_id, request.all_token_ids, computed_tokens)
+
+    def keep(self, request: Request, table: Sequence[int], pulled_tokens: int) -> None:
+        end = request.num_prompt_tokens - 1
+        self.scheduler.keep(request.request_id, request.all_token_ids, table, range(end - pulled_tokens, end))
 
     def finished(self, request: str) -> None:
         self._requests.pop(request, None)

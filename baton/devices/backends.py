@@ -8,6 +8,7 @@ from itertools import permutations
 import msgspec
 
 from baton.devices.gpus import Gpu
+from baton.devices.rdma import nearest_nics
 from baton.devices.survey import Survey
 
 
@@ -21,6 +22,16 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 def pair_backends(survey: Survey) -> tuple[Pair, ...]:
     """Return each kind of pair. The handshake of two agents decides; this is what it will find here."""
     return (_on_one_host(survey), _between_hosts(survey), *_between_gpus(survey.gpus.gpus))
+
+
+def nearest_adapters(survey: Survey) -> dict[int, tuple[str, ...]]:
+    """Return the ports nearest to each GPU, as `agent_verbs_devices` names them; none where none is up.
+
+    Adapters that may not be opened count only if no other is there.
+    """
+    nics = [nic for nic in survey.nics if nic.usable] or survey.nics
+    near = {gpu.index: nearest_nics(gpu.place, nics, numa_nodes=survey.host.numa_nodes) for gpu in survey.gpus.gpus}
+    return {index: tuple(f"{nic.device}:{nic.port}" for nic in found) for index, (found, _) in near.items()}
 
 
 def _on_one_host(survey: Survey) -> Pair:

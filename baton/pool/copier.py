@@ -29,6 +29,8 @@ class CopyJob:
     """True: from the pool into the cache; False: from the cache into the pool."""
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    key: bytes = b""
+    """Key of the request's hand-off, if it is staged in the pool's memory; see `CellSharing`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +60,25 @@ class Copier(Protocol):
         ...
 
 
+class CellSharing(Protocol):
+    """Lets slots of the pool have what hand-offs stage in its memory, without a copy."""
+
+    def expect(self, job: CopyJob) -> None:
+        """Note a save that is submitted after the step's computation; a lease of the same blocks may end before."""
+        ...
+
+    def keep(self, key: bytes, job: CopyJob) -> None:
+        """Let a job's slots have blocks of the pull of this key, which is about to begin, once all of it is here."""
+        ...
+
+    def kept(self, key: bytes) -> bool:
+        """Return whether the slots have these blocks now. Asked once, after the pull's end."""
+        ...
+
+
 def copy(pool: KvPool, job: CopyJob) -> None:
     """Copy a job's blocks, without the GIL."""
-    cache, slots = (pool.cache_blocks, job.blocks), (pool.slot_blocks, job.slots)
+    cache, slots = (pool.cache_blocks, job.blocks), (pool.cell_blocks, pool.cells.of(job.slots))
     (source, sources), (sink, sinks) = (slots, cache) if job.promotes else (cache, slots)
     tokens = len(job.blocks) * pool.block_tokens
     convert(source, Table(sources), sink, Table(sinks), 0, tokens, 0, pool.tensors)

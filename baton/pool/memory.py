@@ -1,10 +1,11 @@
-"""Memory of one rank's KV pool: shared memory, cut into slots.
+"""Memory of one rank's KV pool: shared memory, cut into cells, of which each slot has one.
 
-    slot s:  | layer 0 | layer 1 | … | layer n-1 | up to a multiple of 4 KiB |     each layer: one engine block
+    cell c:  | layer 0 | layer 1 | … | layer n-1 | up to a multiple of 4 KiB |     each layer: one engine block
 
-A slot has all layers of one engine block, in the engine's own bytes, so a block is one run of memory for its reader
+A cell has all layers of one engine block, in the engine's own bytes, so a block is one run of memory for its reader
 (page-first). In the terms of `baton.transfer.Pool`, which describes it to peers: layer l begins at `base + l × block
-bytes`, and blocks are a slot apart.
+bytes`, and blocks are a cell apart. Slot s is in cell s, but where hand-offs are staged in the same memory
+(`baton.pool.cells`).
 
 The memory is reserved at once, on the engine's NUMA node as far as that has room, and in huge pages where the system
 gives shared memory these (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.errors import ConfigurationError
+from baton.pool.cells import CellTable
 from baton.transfer import Pool, share_memory
 from baton.transfer.layout import Layout
 from baton.transfer.layout import Pool as LayoutPool
@@ -53,37 +55,43 @@ def available_bytes() -> int:
 class KvPool:
     """Slots in shared memory for the blocks of `cache`, the engine's own KV cache."""
 
-    def __init__(self, cache: Pool, budget_bytes: int) -> None:
-        """Reserve the memory. Raises ConfigurationError if there is none, or if it is less than one slot."""
+    def __init__(self, cache: Pool, budget_bytes: int, *, spare: int = 0) -> None:
+        """Reserve the memory, and `spare` cells in addition; without a budget these are all.
+
+        Raises ConfigurationError if there is none, or if the budget is less than one slot.
+        """
         tensors = len(cache.layer_addresses)
         stride_bytes = slot_bytes(tensors, cache.block_bytes)
         self.slots = budget_bytes // stride_bytes
-        if self.slots < 1:
+        size = (self.slots + spare) * stride_bytes
+        if self.slots < 1 and (budget_bytes or not spare):
             raise ConfigurationError(
                 f"a KV pool of {budget_bytes} bytes is smaller than one block of {stride_bytes}", param="kv_pool_bytes"
             )
         # Linux reserves shared memory page by page, and ends processes when none is left.
-        if (available := available_bytes()) < self.slots * stride_bytes:
+        if (available := available_bytes()) < size:
             raise ConfigurationError(
-                f"memory for a KV pool of {budget_bytes} bytes is not available: {available} bytes are",
-                param="kv_pool_bytes",
+                f"memory for a KV pool of {size} bytes is not available: {available} bytes are", param="kv_pool_bytes"
             )
-        region = share_memory(self.slots * stride_bytes)
+        region = share_memory(size)
         _ask_for_huge_pages(region.address, region.bytes)
         self.pool = replace(
             cache,
             layer_addresses=tuple(region.address + number * cache.block_bytes for number in range(tensors)),
-            blocks=self.slots,
+            blocks=self.slots + spare,
             block_stride_bytes=stride_bytes,
             region=region,
         )
+        """The cells, as peers read them."""
+        self.cells = CellTable(self.slots, spare=spare)
         self._cache = cache
         self.block_tokens = cache.block_tokens
         self.tensors = tensors
         self.stride_bytes = stride_bytes
 
     def slot_address(self, slot: int) -> int:
-        return self.pool.layer_addresses[0] + slot * self.stride_bytes
+        (cell,) = self.cells.of((slot,))
+        return self.pool.layer_addresses[0] + cell * self.stride_bytes
 
     @cached_property
     def cache_blocks(self) -> LayoutPool:
@@ -91,7 +99,7 @@ class KvPool:
         return self._as_bytes(self._cache)
 
     @cached_property
-    def slot_blocks(self) -> LayoutPool:
+    def cell_blocks(self) -> LayoutPool:
         return self._as_bytes(self.pool)
 
     def _as_bytes(self, pool: Pool) -> LayoutPool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from baton.errors import ConfigurationError
+from baton.pool.cells import CellTable
 
 
 def staging_slots(tokens: int, context_tokens: int, *, blocks: int, block_tokens: int) -> int:
@@ -31,14 +32,11 @@ class SlotQueue(Generic[Owner]):
     """An owner that got a part of its slots and waits for the rest could block others that do the same. So none does:
     an owner asks once, for all of them, and waits until as many are free."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._free = list(range(slots - 1, -1, -1))
+    def __init__(self, cells: CellTable) -> None:
+        """The slots are the table's spare cells."""
+        self.slots = self.free = cells.spare
+        self._cells = cells
         self._waiting: deque[tuple[Owner, int]] = deque()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
     def ask(self, owner: Owner, count: int) -> None:
         """Put an owner at the end of the queue. Raises ValueError if there are not as many slots at all."""
@@ -47,11 +45,12 @@ class SlotQueue(Generic[Owner]):
         self._waiting.append((owner, count))
 
     def grant(self) -> tuple[Owner, list[int]] | None:
-        """Take the first owner out of the queue, with its slots; None if there is none, or too few slots for it."""
-        if not self._waiting or self._waiting[0][1] > len(self._free):
+        """Take the first owner out of the queue, with its cells; None if there is none, or too few slots for it."""
+        if not self._waiting or self._waiting[0][1] > self.free:
             return None
         owner, count = self._waiting.popleft()
-        return owner, [self._free.pop() for _ in range(count)]
+        self.free -= count
+        return owner, self._cells.take(count)
 
     def leave(self, owner: Owner) -> bool:
         """Take an owner out of the queue; return whether it waited."""
@@ -59,5 +58,6 @@ class SlotQueue(Generic[Owner]):
         self._waiting = deque(entry for entry in self._waiting if entry[0] != owner)
         return len(self._waiting) < before
 
-    def give_back(self, slots: Iterable[int]) -> None:
-        self._free.extend(slots)
+    def give_back(self, cells: Sequence[int]) -> None:
+        self.free += len(cells)
+        self._cells.drop(cells)

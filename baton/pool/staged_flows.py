@@ -23,8 +23,9 @@ class Flow:
 
     key: bytes
     blocks: list[int]
-    """The cache's blocks; block i belongs to slot i."""
+    """The cache's blocks; block i is staged in slot i."""
     slots: list[int] = field(default_factory=list[int])
+    """Cells of host memory."""
     after: int | None = None
     """Stream that last wrote or used the blocks."""
     steps: deque[Step] = field(default_factory=deque[Step])
@@ -53,6 +54,11 @@ class StagedLease(Flow):
     """Length of the whole lease; 0: not known yet."""
     is_staged: bool = False
     """Whether the copies of all of it were started."""
+
+    def copied_blocks(self, block_tokens: int) -> dict[int, int]:
+        """Return the cells of blocks that are full and whose copies were started, in all layers."""
+        full = min(self.copied) // block_tokens
+        return dict(zip(self.blocks[:full], self.slots, strict=False))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -23,17 +23,19 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from baton.errors import MalformedMessage, TransferFailed
-from baton.pool.memory import KvPool, slot_bytes
+from baton.errors import ConfigurationError, MalformedMessage, TransferFailed
+from baton.pool.block_copies import BlockCopies
+from baton.pool.memory import KvPool
 from baton.pool.slot_queue import SlotQueue
+from baton.pool.staged_copier import StagedCopier
 from baton.pool.staged_flows import StagedLease, StagedPull, Step
 from baton.transfer import AgentStats, Cause, EventKind, Pool, TransferAgent, TransferEvent, TransferFaults
-from baton.transfer.device import COPIES_MAX, Copy, CopyEnded, CopyEngine
+from baton.transfer.device import Copy, CopyEnded, CopyEngine
 from baton.transfer.layout import read_layout
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class StagedAgent:
         copies: CopyEngine,
         slots: int,
         *,
+        pool_bytes: int = 0,
         stream: Stream = lambda: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,12 +65,12 @@ class StagedAgent:
         self._agent = agent
         self._copies = copies
         self.slots = slots
+        self._pool_bytes = pool_bytes
         self._stream = stream
         self._now_s = now_s
         self._lock = threading.Lock()
         self._leases: dict[bytes, StagedLease] = {}
         self._pulls: dict[bytes, StagedPull] = {}
-        self._tickets: dict[int, tuple[StagedLease | StagedPull, Step]] = {}
         self._events: list[TransferEvent] = []
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -86,16 +89,32 @@ class StagedAgent:
         except MalformedMessage as malformed:
             raise ValueError(str(malformed)) from malformed
         self._cache = pool
-        budget_bytes = self.slots * slot_bytes(tensors, pool.block_bytes)
-        self._memory = KvPool(replace(pool, device=None), budget_bytes)
-        region = self._memory.pool.region
+        self.memory = self._reserve(replace(pool, device=None))
+        region = self.memory.pool.region
         assert region is not None
-        self._queue: SlotQueue[StagedLease | StagedPull] = SlotQueue(self.slots)
+        cells = self.memory.cells
+        self._queue: SlotQueue[StagedLease | StagedPull] = SlotQueue(cells)
         self._tensors_per_layer = tensors // self._layers
         self._copies.register(region.address, region.bytes)
-        self._agent.set_pool(self._memory.pool)
-        _log.info("KV is handed off staged, through %d slots of host memory (%d MiB)", self.slots, region.bytes >> 20)
+        self._block_copies = BlockCopies(self._copies, pool, self.memory.pool)
+        self.copier = StagedCopier(self._lock, self._block_copies, cells, self._leases.get, self._stream)
+        self._agent.set_pool(self.memory.pool)
+        mib = region.bytes >> 20
+        _log.info(
+            "KV is handed off staged, through %d slots beside %d of the KV pool (%d MiB of host memory)",
+            self.slots,
+            self.memory.slots,
+            mib,
+        )
         self._thread.start()
+
+    def _reserve(self, cache: Pool) -> KvPool:
+        if self._pool_bytes:
+            try:
+                return KvPool(cache, self._pool_bytes, spare=self.slots)
+            except ConfigurationError as refusal:
+                _log.warning("this engine runs without a KV pool: %s", refusal)
+        return KvPool(cache, 0, spare=self.slots)
 
     def fileno(self) -> int:
         return self._readable
@@ -257,7 +276,9 @@ class StagedAgent:
             whole = tokens if 0 < lease.tokens <= tokens else tokens - tokens % self._cache.block_tokens
             if whole > lease.copied[layer]:
                 first, end = lease.copied[layer] // self._cache.block_tokens, self._blocks_of(whole)
-                copies += self._copies_of(layer, lease.slots[first:end], lease.blocks[first:end], to_device=False)
+                copies += self._block_copies.between(
+                    lease.blocks[first:end], lease.slots[first:end], self._tensors(layer, layer + 1), to_device=False
+                )
                 lease.copied[layer] = whole
                 posts.append((layer, whole))
         is_staged = 0 < lease.tokens <= min(lease.copied) and not lease.is_staged
@@ -298,13 +319,12 @@ class StagedAgent:
 
     def _arrived(self, pull: StagedPull, event: TransferEvent) -> None:
         """Copy the layers that are in the slots now; tell the event once they are in the cache."""
-        copies: list[Copy] = []
         if event.restarts > pull.restarts:
             # The slots have the KV of a newer generation now.
             pull.restarts, pull.layers = event.restarts, 0
         layers = self._layers if event.kind is EventKind.PULL_DONE else event.layers
-        for layer in range(pull.layers, layers):
-            copies += self._copies_of(layer, pull.slots, pull.blocks, to_device=True)
+        tensors = self._tensors(pull.layers, layers)
+        copies = list(self._block_copies.between(pull.blocks, pull.slots, tensors, to_device=True))
         pull.layers = max(pull.layers, layers)
         pull.done = event if event.kind is EventKind.PULL_DONE else None
         self._submit(pull, copies, partial(self._tell_pull, pull, event, self._now_s()))
@@ -319,6 +339,7 @@ class StagedAgent:
         if event.kind is EventKind.PULL_PROGRESS:
             self._tell(told)
         else:
+            self.copier.pulled(pull)
             self._end(pull, told)
 
     # Both.
@@ -328,9 +349,7 @@ class StagedAgent:
         step = Step(then)
         flow.steps.append(step)
         try:
-            for first in range(0, len(copies), COPIES_MAX):
-                ticket = self._copies.submit(copies[first : first + COPIES_MAX], after=flow.after)
-                self._tickets[ticket] = flow, step
+            for ticket in self._block_copies.submit(copies, after=flow.after, ended=partial(self._copied, flow, step)):
                 step.tickets.add(ticket)
                 flow.batches += 1
         except (TransferFailed, ValueError) as error:
@@ -366,6 +385,8 @@ class StagedAgent:
 
     def _end(self, flow: StagedLease | StagedPull, last: TransferEvent | None = None) -> None:
         """Let nothing new begin; tell `last` and free the slots once no copy is under way."""
+        if isinstance(flow, StagedLease) and not flow.failure:
+            self.copier.lease_ends(flow)
         flow.over, flow.last = True, last
         flow.steps.clear()
         if isinstance(flow, StagedPull):
@@ -378,14 +399,8 @@ class StagedAgent:
         self._events.append(event)
         os.eventfd_write(self._readable, 1)
 
-    def _copies_of(self, layer: int, slots: Sequence[int], blocks: Sequence[int], *, to_device: bool) -> Iterator[Copy]:
-        cache, pool = self._cache, self._memory.pool
-        for tensor in range(layer * self._tensors_per_layer, (layer + 1) * self._tensors_per_layer):
-            for slot, block in zip(slots, blocks, strict=True):
-                at_slot = pool.layer_addresses[tensor] + slot * pool.block_stride_bytes
-                at_block = cache.layer_addresses[tensor] + block * cache.block_stride_bytes
-                to, source = (at_block, at_slot) if to_device else (at_slot, at_block)
-                yield Copy(to, source, cache.block_bytes)
+    def _tensors(self, first_layer: int, end_layer: int) -> range:
+        return range(first_layer * self._tensors_per_layer, end_layer * self._tensors_per_layer)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self._cache.block_tokens)
@@ -407,8 +422,7 @@ class StagedAgent:
                 self._guarded(self._check_deadlines)
 
     def _take_news(self) -> None:
-        for ended in self._copies.poll():
-            self._guarded(partial(self._copied, ended))
+        self._block_copies.take_ended()
         for event in self._agent.poll():
             self._guarded(partial(self._take, event))
 
@@ -419,8 +433,7 @@ class StagedAgent:
             # The boundary of one event: whatever it was, the thread serves the others.
             _log.exception("one step of a staged hand-off failed")
 
-    def _copied(self, ended: CopyEnded) -> None:
-        flow, step = self._tickets.pop(ended.ticket)
+    def _copied(self, flow: StagedLease | StagedPull, step: Step, ended: CopyEnded) -> None:
         flow.batches -= 1
         step.tickets.discard(ended.ticket)
         if ended.failure:

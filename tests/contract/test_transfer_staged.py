@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_library import FakeGpu
 from transfer_rig import (
+    BLOCK_BYTES,
     BLOCK_TOKENS,
     KEY,
+    LAYERS,
     OPTIONS,
     SINK_BLOCKS,
     SOURCE_BLOCKS,
@@ -21,11 +23,14 @@ from transfer_rig import (
 )
 
 from baton.errors import TransferFailed
+from baton.pool.copier import CopyEnd, CopyJob
+from baton.pool.memory import slot_bytes
 from baton.pool.staging import StagedAgent
 from baton.transfer import Cause, EventKind, NativeAgent, lease_key
 from baton.transfer.device import cuda_copies, host_copies
 
 SLOTS = 16
+POOL_SLOTS = 12
 OTHER = lease_key("other", 0)
 MakeStaged = Callable[[], Node]
 
@@ -41,7 +46,8 @@ def make_staged(gpu: FakeGpu) -> Iterator[MakeStaged]:
     nodes: list[Node] = []
 
     def make() -> Node:
-        agent = StagedAgent(NativeAgent(OPTIONS), cuda_copies(0, library=gpu.library), SLOTS)
+        copies, pool_bytes = cuda_copies(0, library=gpu.library), POOL_SLOTS * slot_bytes(LAYERS, BLOCK_BYTES)
+        agent = StagedAgent(NativeAgent(OPTIONS), copies, SLOTS, pool_bytes=pool_bytes)
         nodes.append(Node(agent, gpu_library=gpu.library))
         return nodes[-1]
 
@@ -179,3 +185,117 @@ def test_a_device_that_fails_fails_what_it_copies(
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source)
     assert sink.wait_end(KEY).cause is (Cause.COPY if sink_fails else Cause.REVOKED)
+
+
+# ---------------------------------------------------------------- the KV pool in the same memory
+
+
+def agent_of(node: Node) -> StagedAgent:
+    assert isinstance(node.agent, StagedAgent)
+    return node.agent
+
+
+def save(number: int, blocks: list[int], slots: range, key: bytes = b"", *, promotes: bool = False) -> CopyJob:
+    return CopyJob(job=number, promotes=promotes, blocks=tuple(blocks), slots=tuple(slots), key=key)
+
+
+def run(node: Node, job: CopyJob) -> CopyEnd:
+    """Order a copy of the pool and wait for its end."""
+    agent_of(node).copier.submit(job)
+    return wait_for_copy(node)
+
+
+def wait_for_copy(node: Node) -> CopyEnd:
+    ended: list[CopyEnd] = []
+    wait_until(lambda: bool(ended.extend(agent_of(node).copier.poll()) or ended))
+    (end,) = ended
+    return end
+
+
+def test_a_save_takes_what_is_staged_and_copies_the_rest(make_staged: MakeStaged, direct: Node, gpu: FakeGpu) -> None:
+    """The slots stay what they are whatever becomes of lease and cache, and the lease whatever becomes of the slots."""
+    source = make_staged()
+    source.fill([1, 2], seed=5)
+    gpu.set(hold_copies=1)
+    source.offer(KEY, SOURCE_BLOCKS)
+    agent_of(source).copier.submit(save(1, [*SOURCE_BLOCKS[:4], 1], range(5), KEY))
+    assert agent_of(source).copier.poll() == []
+    gpu.set(hold_copies=0)
+    assert not wait_for_copy(source).failed
+    assert gpu.counts()["copies"] == LAYERS * (len(SOURCE_BLOCKS) + 1)
+    source.poison()
+    assert not run(source, save(2, SINK_BLOCKS[:5], range(5), promotes=True)).failed
+    assert source.holds(SINK_BLOCKS[:4])
+    assert source.holds(SINK_BLOCKS[4:5], seed=5)
+    source.fill([1, 2], seed=6)
+    assert not run(source, save(3, [1, 2], range(2))).failed
+    pull(direct, source)
+    assert direct.wait_end(KEY).kind is EventKind.PULL_DONE
+    assert direct.holds(SINK_BLOCKS)
+    assert_nothing_left(source, direct)
+
+
+def test_a_save_takes_what_a_lease_had_staged_that_has_ended_since(
+    make_staged: MakeStaged, direct: Node, gpu: FakeGpu
+) -> None:
+    source = make_staged()
+    job = save(1, SOURCE_BLOCKS[:4], range(4), KEY)
+    agent_of(source).copier.expect(job)
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(direct, source)
+    source.wait(EventKind.LEASE_RELEASED)
+    source.poison()
+    assert not run(source, job).failed
+    assert gpu.counts()["copies"] == LAYERS * len(SOURCE_BLOCKS)
+    assert not run(source, save(2, SINK_BLOCKS[:4], range(4), promotes=True)).failed
+    assert source.holds(SINK_BLOCKS[:4])
+
+
+def test_a_pull_that_is_done_is_kept_without_a_copy(make_staged: MakeStaged, direct: Node, gpu: FakeGpu) -> None:
+    sink = make_staged()
+    direct.offer(KEY, SOURCE_BLOCKS)
+    agent_of(sink).copier.keep(KEY, save(1, SINK_BLOCKS[2:6], range(4), KEY))
+    pull(sink, direct)
+    assert sink.wait_end(KEY).kind is EventKind.PULL_DONE
+    assert agent_of(sink).copier.kept(KEY)
+    assert gpu.counts()["copies"] == LAYERS * len(SINK_BLOCKS)
+    sink.poison()
+    assert not run(sink, save(2, [0, 1, 2, 3], range(4), promotes=True)).failed
+    assert sink.holds([0, 1, 2, 3], first=2)
+
+
+def test_a_pull_that_fails_is_not_kept(make_staged: MakeStaged, direct: Node) -> None:
+    sink = make_staged()
+    direct.lease(KEY, SOURCE_BLOCKS)
+    agent_of(sink).copier.keep(KEY, save(1, SINK_BLOCKS, range(12), KEY))
+    pull(sink, direct)
+    sink.agent.cancel_pull(KEY)
+    assert sink.wait_end(KEY).kind is EventKind.PULL_FAILED
+    assert not agent_of(sink).copier.kept(KEY)
+
+
+@pytest.mark.parametrize("fault", ["fail_start", "fail_copies"])
+def test_a_copy_that_fails_fails_the_save_that_waits_for_it(make_staged: MakeStaged, gpu: FakeGpu, fault: str) -> None:
+    source = make_staged()
+    gpu.set(hold_copies=1)
+    source.offer(KEY, SOURCE_BLOCKS)
+    gpu.set(**{fault: 1})
+    assert source.agent.stats().leases == 1
+    agent_of(source).copier.submit(save(1, [*SOURCE_BLOCKS[:4], 1], range(5), KEY))
+    gpu.set(hold_copies=0)
+    assert wait_for_copy(source).failed
+
+
+def test_a_lease_takes_all_slots_while_the_pool_is_full(make_staged: MakeStaged, direct: Node) -> None:
+    """Leases that share cells with the pool count against the slots of hand-offs until they end."""
+    source = make_staged()
+    for number, key in enumerate((KEY, OTHER)):
+        source.offer(key, SOURCE_BLOCKS, seed=number)
+        source.wait(EventKind.LEASE_STAGED, key=key)
+        assert not run(source, save(number, SOURCE_BLOCKS, range(POOL_SLOTS), key)).failed
+        pull(direct, source, key)
+        assert direct.wait_end(key).kind is EventKind.PULL_DONE
+        assert direct.holds(SINK_BLOCKS, seed=number)
+    source.poison()
+    assert not run(source, save(3, SINK_BLOCKS, range(POOL_SLOTS), promotes=True)).failed
+    assert source.holds(SINK_BLOCKS, seed=1)

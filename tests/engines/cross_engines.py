@@ -36,8 +36,8 @@ RUNNING_MAX = 4
 KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
     # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for.
     ("vllm", "deepseek"): {"num_gpu_blocks_override": 512},
-    ("vllm", "staged"): {"kv_path": "staged"},
-    ("sglang", "staged"): {"kv_path": "staged"},
+    ("vllm", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
+    ("sglang", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
     ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
     ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
     ("vllm", "lfm2"): {"load_format": "dummy"},

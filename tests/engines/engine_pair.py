@@ -115,6 +115,18 @@ def started_pair(
             engine.close()
 
 
+def check_several_at_once(pair: Pair) -> None:
+    """Hand several prompts over at the same time; check their tokens."""
+    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
+    names = [pair.name() for _ in prompts]
+    prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
+    decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
+    outputs = [decode.tokens() for decode in decodes]
+    for prefill in prefills:
+        prefill.wait()
+    assert outputs == [pair.aggregated(ids, 12) for ids in prompts]
+
+
 def greedy(output_tokens: int) -> dict[str, Any]:
     return {"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True}
 

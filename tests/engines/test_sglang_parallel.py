@@ -53,6 +53,12 @@ async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at
     await check_answers(pair, at_once=at_once)
 
 
+@over("sglang-staged-32x2-to-sglang-staged-64x2", "vllm-staged-32x2-to-sglang-staged-64x2")
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_answers_of_kv_that_both_ranks_stage(pair: Pair, at_once: bool) -> None:
+    await check_answers(pair, at_once=at_once)
+
+
 @over("sglang-32x2-to-sglang-64x2")
 class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])

@@ -182,6 +182,20 @@ async def test_a_lender_that_stops_changes_no_answer(engines: Engines, names: tu
     await check_struck(engines, names, signal.SIGSTOP)
 
 
+@pytest.mark.nightly
+async def test_what_a_staged_hand_off_has_brought_is_promoted_later(engines: Engines) -> None:
+    pair, running = await make_pair(engines, "vllm-32", "sglang-staged-32"), await engines.get("sglang-staged-32")
+    tokens, sampling = prompt(1000, 80), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prefill = pair.request(tokens, sampling, leg=Leg.PREFILL)
+    decode = pair.request(tokens, sampling, leg=Leg.DECODE, name=prefill.request)
+    _, handed = await asyncio.gather(collect(pair.prefill, prefill), collect(pair.decode, decode))
+    await settled(running)
+    await evict(running)
+    again = await ask(running, tokens)
+    assert again.first.promoted_tokens == 31 * PAGE_TOKENS
+    assert again.tokens == handed.tokens == (await ask(running, tokens, salt="alone")).tokens
+
+
 async def test_requests_under_pressure_get_the_tokens_they_get_alone(sglang: Running) -> None:
     prompts = [prompt(300, 20 + number // 2) + prompt(20, 40 + number) for number in range(8)]
     alone = [(await ask(sglang, tokens, 100, salt=f"alone {n}")).tokens for n, tokens in enumerate(prompts)]

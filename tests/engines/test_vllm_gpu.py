@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from baton_native import DeviceMemory, GpuUnavailable
-from engine_pair import Pair, prompt, started_pair
+from engine_pair import Pair, check_several_at_once, prompt, started_pair
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
@@ -21,6 +21,7 @@ def pair(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pyt
         "device": "cuda",
         "connector": "baton.connectors.vllm:BatonConnector",
         "kv_path": "staged",
+        "kv_pool_bytes": 256 << 20,
         "enforce_eager": request.param,
         "gpu_memory_utilization": 0.2,
     }
@@ -38,12 +39,5 @@ def test_output_equals_one_engines(pair: Pair, tokens: int) -> None:
 
 
 def test_several_at_once(pair: Pair) -> None:
-    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
-    names = [pair.name() for _ in prompts]
-    prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
-    decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
-    outputs = [decode.tokens() for decode in decodes]
-    for prefill in prefills:
-        prefill.wait()
-    assert outputs == [pair.aggregated(ids, 12) for ids in prompts]
+    check_several_at_once(pair)
     pair.settled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_pair import Pair, prompt
+from engine_pair import Pair, check_several_at_once, prompt
 from engine_process import until
 
 LAYERS = 4
@@ -70,14 +70,7 @@ def test_prompt_that_decode_holds_already_moves_nothing(pair: Pair) -> None:
 
 
 def test_several_at_once(pair: Pair) -> None:
-    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
-    names = [pair.name() for _ in prompts]
-    prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
-    decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
-    outputs = [decode.tokens() for decode in decodes]
-    for prefill in prefills:
-        prefill.wait()
-    assert outputs == [pair.aggregated(ids, 12) for ids in prompts]
+    check_several_at_once(pair)
 
 
 def test_layers_arrive_while_the_next_one_is_held_back(pair: Pair) -> None:

@@ -17,10 +17,14 @@ CONTEXT_TOKENS = 1984
 LONG_TOKENS = 1500
 """47 of the engine's 64 blocks: a second prompt takes those of the first."""
 STAGED: dict[str, Any] = {"connector": "staged:StagedConnector", "kv_path": "staged"}
+BLOCK_TOKENS, LAYERS = 32, 4
+SLOT_BYTES = LAYERS * BLOCK_TOKENS * 2 * 2 * 64 * 4
+"""K and V, two heads of 64 numbers, four bytes each."""
 SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "max_model_len": CONTEXT_TOKENS,
     "kv_staging_tokens": 2 * CONTEXT_TOKENS,
+    "kv_pool_bytes": 128 * SLOT_BYTES,
 }
 
 
@@ -74,6 +78,11 @@ def begun(pair: Pair, tokens: list[int]) -> tuple[Answer, Answer]:
     return pair.send_prefill(name, tokens), pair.send_decode(name, tokens, 16)
 
 
+def saved_blocks(engine: EngineProcess) -> int:
+    """Return how many blocks the engine's KV pool has stored."""
+    return engine.ask("load")["pool"]["saved_blocks"]
+
+
 def is_free(engine: EngineProcess) -> bool:
     """Whether no block of the engine is in use, or counts as leased."""
     load = engine.ask("load")
@@ -104,14 +113,14 @@ def test_the_engines_blocks_are_free_once_they_are_copied(pair: Pair, source: Gp
     source.set(hold_copies=0)
     until(lambda: is_free(pair.prefill), 10)
     assert pair.prefill.ask("stats")["leases"] == 1
-    overwrite(pair.prefill)
+    overwrite(pair, seed=3)
     assert pair.send_decode(name, ids, 16).tokens() == pair.aggregated(ids, 16)
 
 
-def overwrite(engine: EngineProcess) -> None:
-    """Have an engine compute a prompt that takes most of its blocks."""
-    engine.send(
-        "generate", request=f"other-{engine.gate}", leg="whole", tokens=prompt(1900, 3), sampling={"max_tokens": 1}
+def overwrite(pair: Pair, seed: int) -> None:
+    """Have prefill compute a prompt that takes most of its blocks."""
+    pair.prefill.send(
+        "generate", request=pair.name(), leg="whole", tokens=prompt(1900, seed), sampling={"max_tokens": 1}
     ).wait()
 
 
@@ -135,6 +144,33 @@ def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> Non
     assert decode.lines.empty()
     sink.set(hold_copies=0)
     assert decode.tokens() == pair.aggregated(ids, 16)
+
+
+def test_what_was_staged_is_history_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
+    """Both engines forget the prompt; the second hand-off computes and moves nothing but the prompt's end."""
+    ids, sides = prompt(LONG_TOKENS, seed=6), ((pair.prefill, source), (pair.decode, sink))
+    full_blocks, copies = LONG_TOKENS // BLOCK_TOKENS, LAYERS * -(-LONG_TOKENS // BLOCK_TOKENS)
+    pair.disaggregated(prompt(40, seed=7), 1)  # The pools are in use from the first step on.
+    pair.settled()
+    before = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
+    first, _ = pair.disaggregated(ids, 2)
+    pair.settled()
+    after = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
+    assert [(new[0] - old[0], new[1] - old[1]) for old, new in zip(before, after, strict=True)] == [
+        (copies, full_blocks),
+        (copies, full_blocks),
+    ]
+    for engine, _ in sides:
+        engine.ask("preempt")
+    loads = [engine.ask("load") for engine, _ in sides]
+    again, last = pair.disaggregated(ids, 16)
+    expected = pair.aggregated(ids, 16)
+    assert (first, again) == (expected[:2], expected)
+    for load, (engine, _) in zip(loads, sides, strict=True):
+        now = engine.ask("load")
+        promoted = now["pool"]["promoted_tokens"] - load["pool"]["promoted_tokens"]
+        assert promoted == full_blocks * BLOCK_TOKENS
+    assert last["transferred_tokens"] == LONG_TOKENS - 1 - full_blocks * BLOCK_TOKENS
 
 
 def test_reordered_and_late_copies_change_nothing(pair: Pair, source: Gpu, sink: Gpu) -> None:
@@ -172,9 +208,12 @@ def test_blocks_freed_before_the_copies_end_show(pair: Pair, source: Gpu) -> Non
     source.set(hold_copies=1)
     pair.send_prefill(name, ids).wait()
     until(lambda: is_free(pair.prefill), 10)
-    overwrite(pair.prefill)
+    saved = saved_blocks(pair.prefill)
+    overwrite(pair, seed=16)
+    until(lambda: is_free(pair.prefill), 10)
+    copies = 2 * copies + LAYERS * (saved_blocks(pair.prefill) - saved)
     source.set(hold_copies=0)
-    until(lambda: source.copied(pair.prefill) == before + 2 * copies, 10)
+    until(lambda: source.copied(pair.prefill) == before + copies, 10)
     source.heal()
     assert pair.send_decode(name, ids, 16).tokens() != pair.aggregated(ids, 16)
 

@@ -24,12 +24,14 @@ from baton.cli.deployment import (
     worker_programs,
 )
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
-from baton.cli.gpu_shares import visible_gpus
+from baton.cli.gpu_shares import share_gpus, visible_gpus
 from baton.cli.main import main, parse_pool_bytes, run
 from baton.cli.servers import free_port
 from baton.cli.up import describe_gpus
+from baton.devices.backends import nearest_adapters
 from baton.devices.gpus import Gpu, Gpus
-from baton.devices.pci import PciPlace
+from baton.devices.pci import PciPlace, pci_place
+from baton.devices.rdma import read_nics
 from baton.devices.survey import Host, Survey
 from baton.engines.options import KvPath
 from baton.errors import ConfigurationError
@@ -37,6 +39,7 @@ from baton.messages.placement import Disaggregation
 from baton.pool.memory import available_bytes
 from baton.processes.child import Program, describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
+from tests.harness.sysfs import lay_out
 
 ROOT = Path(__file__).parents[2]
 NATS_URL = "nats://nats-token@127.0.0.1:4222"
@@ -281,6 +284,28 @@ def test_the_start_says_which_gpu_a_worker_has_and_what_is_wrong_with_it(tmp_pat
     assert workers == [
         f"decode-{index}: GPU {index} (H100), 85% of its memory if no option says otherwise" for index in (0, 1)
     ]
+
+
+def test_a_worker_takes_the_adapters_nearest_to_its_gpus_as_the_doctor_says(tmp_path: Path) -> None:
+    root = lay_out("dgx2", tmp_path / "root")
+    gpus = tuple(
+        msgspec.structs.replace(GPUS[0], index=index, place=pci_place(root, f"0000:{bus}:00.0"))
+        for index, bus in enumerate(("34", "b7"))
+    )
+    host = Host(locked_bytes_max=None, shm_bytes=1 << 30, shm_free_bytes=1 << 30, ptrace_scope=0, numa_nodes=2)
+    survey = Survey(gpus=Gpus(gpus=gpus), nics=read_nics(root), host=host)
+    resolved = resolve(make_deployment(tmp_path), gpu=True, find_gpus=lambda: (0, 1))
+    deployment = replace(resolved, adapters=nearest_adapters(survey))
+    name = "BATON_DECODE_AGENT_VERBS_DEVICES"
+
+    def told(environ: dict[str, str]) -> list[str]:
+        workers = worker_programs(deployment, model_path=Path("/model"), nats_url=NATS_URL, environ=environ)
+        return [worker.environ[name] for worker in workers]
+
+    assert told({}) == ["mlx5_0:1", "mlx5_1:1"]
+    assert told({name: "mlx5_9"}) == ["mlx5_9"] * 2, "a setting of the user's wins"
+    both = share_gpus(1, (0, 1), ranks=2)
+    assert [deployment.adapters_of(share) for share in both] == ["mlx5_0:1,mlx5_1:1"]
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

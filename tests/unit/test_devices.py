@@ -226,4 +226,4 @@ def test_the_report_names_each_gpus_adapter_and_its_setting(dgx2: Path) -> None:
     assert "reads GPU 1 over NVLink; nearest adapter: mlx5_0:1 (same PCIe switch)" in said
     assert "agent_verbs_devices=mlx5_1:1" in said
     assert "reads GPU 0 over PCIe" in said
-    assert "No engine hands off KV from GPU memory yet" in said
+    assert "KV leaves GPU memory staged only" in said

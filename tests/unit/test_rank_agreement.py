@@ -60,6 +60,18 @@ def test_a_pull_that_failed_on_one_rank_is_known_to_all_while_others_still_run()
     assert both(ended, RankResults()) == [AgreedResults(received=("p",), failed=frozenset("p"))] * 2
 
 
+def test_ranks_agree_on_the_time_of_the_one_that_is_behind() -> None:
+    ballot = Ballot(2)
+    ranks = [
+        RankAgreement(lambda votes, rank=rank: ballot.cast(rank, votes), lambda rank=rank: 5.0 - rank)
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(rank.settle, RankResults(), ["p"], []) for rank in ranks]:
+            asked.result()
+    assert [rank.agreed_s for rank in ranks] == [4.0, 4.0]
+
+
 Ends = list[tuple[int, bool]]
 """When each rank's part of a transfer ends, as a step, and whether it fails."""
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigurationError
+from baton.pool.cells import CellTable
 from baton.pool.slot_queue import SlotQueue, staging_slots
 
 SLOTS = 8
@@ -16,7 +17,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["ask", "grant", "leave", "give back"
 
 @given(STEPS)
 def test_owners_get_all_they_need_in_order(steps: list[Step]) -> None:
-    queue: SlotQueue[int] = SlotQueue(SLOTS)
+    queue: SlotQueue[int] = SlotQueue(CellTable(0, spare=SLOTS))
     waiting: list[tuple[int, int]] = []
     held: dict[int, list[int]] = {}
     for owner, (step, number) in enumerate(steps):
@@ -45,7 +46,7 @@ def test_owners_get_all_they_need_in_order(steps: list[Step]) -> None:
 
 def test_more_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="9 slots are needed, and there are 8"):
-        SlotQueue[str](SLOTS).ask("owner", 9)
+        SlotQueue[str](CellTable(0, spare=SLOTS)).ask("owner", 9)
 
 
 def test_slots_hold_the_longest_context_or_the_whole_cache() -> None:

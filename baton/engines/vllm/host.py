@@ -70,9 +70,10 @@ class VllmHost(EngineHost["AsyncLLM"]):
             path = choose_handoff(self._own, self._role, here)
             if path is not None:
                 check_handoff(arguments)
-            if self._own.kv_pool_bytes and (path is None or here is Device.CUDA):
+            if self._own.kv_pool_bytes and path is None:
                 raise ConfigurationError(
-                    "engine option kv_pool_bytes needs an engine that hands off KV, on a CPU", param="kv_pool_bytes"
+                    "engine option kv_pool_bytes needs an engine that hands off KV (on a GPU: kv_path=staged)",
+                    param="kv_pool_bytes",
                 )
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
