@@ -87,10 +87,10 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         "shm",
         "verbs",
         pytest.param("verbs lanes", marks=pytest.mark.nightly),
-        "ucx over tcp",
+        pytest.param("ucx over tcp", marks=pytest.mark.nightly),
         "ucx over posix,cma",
         "tcp",
-        "tcp lanes",
+        pytest.param("tcp lanes", marks=pytest.mark.nightly),
         "memory",
     ]
 )

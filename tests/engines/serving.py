@@ -32,14 +32,15 @@ async def tell(
     number: int,
     *,
     output_tokens: int = 100,
+    length: int = 300,
     mode: str = "always",
     stop: str | None = None,
     **constraint: str,
 ) -> str:
-    """Stream one greedy answer to a prompt of several chunks, and return its text."""
+    """Stream one greedy answer to a prompt, by default of several chunks, and return its text."""
     stream = await client.completions.create(
         model="tiny",
-        prompt=f"story {number}: " + "it is interrupted " * 300,
+        prompt=f"story {number}: " + "it is interrupted " * length,
         max_tokens=output_tokens,
         temperature=0,
         stop=stop,

@@ -80,9 +80,9 @@ async def test_every_pair_of_engines_gives_the_same_answers_and_stops_at_the_sam
         for together in TOGETHER:
             cluster.observer.workers.clear()
             asked = list(itertools.islice(numbers, together))
-            cut = await asyncio.gather(*(tell(client, number, stop=STOP) for number in asked))
+            cut = await asyncio.gather(*(tell(client, number, length=80, stop=STOP) for number in asked))
             seen |= {tuple(sorted(workers, reverse=True)) for workers in cluster.observer.workers.values()}
-            whole = await asyncio.gather(*(tell(client, number, mode="never") for number in asked))
+            whole = await asyncio.gather(*(tell(client, number, length=80, mode="never") for number in asked))
             assert cut == [text.partition(STOP)[0] for text in whole]
             stopped += sum(STOP in text for text in whole)
             if seen >= PAIRS and stopped:

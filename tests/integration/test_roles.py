@@ -120,6 +120,7 @@ async def test_the_command_lists_roles_and_refuses_what_would_stop_the_service(c
 
 
 @pytest.mark.timeout(480)
+@pytest.mark.nightly
 async def test_the_supervisor_changes_roles_as_the_load_shifts_and_no_request_fails(cluster: Cluster) -> None:
     """Long answers take all decode slots; then long prompts take all that prefill can compute."""
     fast = ("--roles", "auto", "--role-dwell-s", "1", "--role-rest-s", "0.5")
