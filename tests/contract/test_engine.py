@@ -25,7 +25,7 @@ MakeAgent = Callable[[AgentOptions], TransferAgent]
 AGENT = AgentOptions()
 
 
-@pytest.fixture(params=["native", "memory"])
+@pytest.fixture(params=["native", pytest.param("memory", marks=pytest.mark.nightly)])
 def make_agent(request: pytest.FixtureRequest) -> MakeAgent:
     return MemoryFabric().agent if request.param == "memory" else NativeAgent
 
