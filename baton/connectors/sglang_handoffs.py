@@ -77,7 +77,7 @@ class Handoffs:
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._reading: deque[Req] = deque()
-        """Those of which the pool's file may hold a prefix."""
+        """Requests on the decode leg of which the pool's file may hold a prefix."""
         self._new: deque[Req] = deque()
         """Other requests, of which the pool or its file may hold a prefix, or may borrow one."""
         self._pulling: dict[str, _Pulling] = {}

@@ -202,7 +202,7 @@ async def check_response(client: openai.AsyncOpenAI, number: int) -> None:
 
 
 async def test_neither_leg_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:
-    """That each engine keeps tenants apart, `test_cross_engine.py` shows: placement need not use a slow one here."""
+    """Check each leg; `test_cross_engine.py` checks each engine, since placement need not use a slow one here."""
     await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two", "--routing-headers")
     await cluster.wait_ready(gateway="gateway-tenants")
 
