@@ -149,6 +149,9 @@ async def open_pools(
         open_pair(make_agent, prefill_options=options[0], decode_options=options[1] | decode_options) as pair,
         shadowed(pair),
     ):
+        if folder:
+            # What the pool saves before the file is scanned is not written.
+            await eventually(lambda: pair.decode.load().pool.file is not None)
         yield pair
 
 

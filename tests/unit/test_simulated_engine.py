@@ -564,6 +564,8 @@ async def test_a_prefix_that_the_file_brings_late_is_computed(tmp_path: Path) ->
                 await world.advance(0.5, ticks=1)
                 await asyncio.sleep(0.001)
 
+        # What the pool saves before the file is scanned is not written.
+        await until(lambda file: file.slots > 0)
         first = world.run(engine, tokens)
         await world.finish(first)
         await until(lambda file: file.written_blocks == 8)

@@ -75,6 +75,7 @@ class SimulatedPool:
             has_file=self._file is not None,
         )
         self.settle()
+        self.take_promotions()
 
     @property
     def slots(self) -> int:
