@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,17 +11,18 @@ import psutil
 from cross_engines import Engines, make_pair
 
 from benchmarks.remote_engine.engine import RemoteEngine
-from tests.contract.engine_suite import Pair, collect
+from tests.contract.engine_suite import collect
 from tests.contract.lending_suite import PROMPT_TOKENS, lend
 
 DEADLINE_S = 3.0
+ANSWERED_S = 60.0
 
 
 async def check_struck(engines: Engines, names: tuple[str, str], how: signal.Signals) -> None:
-    """Borrow from a lender that is struck; its answer is the same, and late by the loan's deadline at most."""
+    """Borrow from a lender that is struck: the answer is the same, and comes while the lender is still stopped."""
     pair = await make_pair(engines, *names)
     tokens, salt = pair.prompt(PROMPT_TOKENS), f"struck by {how.name}"
-    alone_s, expected = await _timed(pair, pair.prompt(PROMPT_TOKENS), tokens, salt)
+    expected = (await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))).tokens
     await collect(pair.prefill, pair.request(tokens, salt=salt))
     await pair.settled()
     loan = await lend(pair, tokens, salt, budget_s=DEADLINE_S)
@@ -33,9 +33,8 @@ async def check_struck(engines: Engines, names: tuple[str, str], how: signal.Sig
     for process in struck:
         process.send_signal(how)
     try:
-        began_s = time.monotonic()
-        answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
-        took_s = time.monotonic() - began_s
+        async with asyncio.timeout(ANSWERED_S):
+            answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
     finally:
         if how is signal.SIGKILL:
             await engines.lose(names[0])
@@ -43,16 +42,6 @@ async def check_struck(engines: Engines, names: tuple[str, str], how: signal.Sig
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
     assert answer.tokens == expected
-    # On a busy machine, one answer takes up to twice the time of another.
-    assert took_s <= DEADLINE_S + 2 * alone_s
     async with asyncio.timeout(10.0):
         while pair.decode.load().pool.pinned or pair.decode.load().kv_usage:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.02)
-
-
-async def _timed(pair: Pair, other: list[int], tokens: list[int], salt: str) -> tuple[float, list[int]]:
-    """Return the time that the borrower takes for a prompt alone, and what it says to `tokens`."""
-    await collect(pair.decode, pair.request(other))
-    began_s = time.monotonic()
-    answer = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
-    return time.monotonic() - began_s, answer.tokens

@@ -23,11 +23,12 @@ from baton.connectors.handoff import (
     TransferReport,
 )
 from baton.connectors.place import RankPlace
-from baton.connectors.rank import ALL_LAYERS, IDLE_WAIT_S, HandoffRank, RankResults
+from baton.connectors.rank import ALL_LAYERS, HandoffRank, RankResults
 from baton.transfer import Cause, EventKind, rank_key
 from baton.transfer.layout import Layout
 
 BLOCK = 32
+LONG_WAIT_S = 0.5
 KEY = b"k" * 16
 
 
@@ -388,18 +389,21 @@ def test_rank_whose_heads_are_read_elsewhere_leases_nothing_and_holds_nothing_up
 # ---------------------------------------------------------------- both
 
 
-def test_step_with_nothing_to_compute_waits_for_news_but_not_without_anything_pending() -> None:
+def test_step_with_nothing_to_compute_waits_for_news_but_not_without_anything_pending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", LONG_WAIT_S)
     rank, agent = new_rank()
     scheduler = HandoffScheduler(BLOCK)
     scheduler.admit("r", decode_handoff(), 100)
     scheduler.allocated("r", [1, 2, 3, 4], external_tokens=99)
     rank.begin(scheduler.plan([], computes=False))
-    assert _duration_s(rank.end) > IDLE_WAIT_S / 2
+    assert _duration_s(rank.end) > LONG_WAIT_S / 2
     agent.tell(EventKind.PULL_DONE, KEY)
     rank.begin(StepPlan(computes=False))
     assert rank.end() == RankResults(received={"r"})
     rank.begin(StepPlan(computes=False))
-    assert _duration_s(rank.end) < IDLE_WAIT_S / 2
+    assert _duration_s(rank.end) < LONG_WAIT_S / 2
 
 
 def _duration_s(act: Callable[[], object]) -> float:

@@ -26,8 +26,6 @@ from tests.harness.nodes import living, make_node
 
 pytestmark = pytest.mark.timeout(60)
 
-FAILOVER_S = 2.0
-
 
 @asynccontextmanager
 async def storing(pair: Pair) -> AsyncGenerator[None]:
@@ -54,11 +52,8 @@ async def test_the_other_index_writes_on_when_the_writer_is_killed(pair: Pair) -
         await pair.until_written(lambda blocks: len(blocks) > 10)
         assert not said(second, WRITES)
         first.signal(signal.SIGKILL)
-        killed_s = time.monotonic()
         at = pair.worker.sequence
         await pair.until_written(lambda blocks: len(blocks) > at)
-        took_s = time.monotonic() - killed_s
-        assert took_s < FAILOVER_S, f"{took_s:.2f} s"
         third = await pair.start()
     await pair.assert_true()
     assert not said(third, WRITES)

