@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tiny_models import make_model
 from tokenizers import Tokenizer
 
@@ -162,6 +163,26 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
         numbers=itertools.count(next(_pairs) * 10_000),
         budget_s=60.0,
     )
+
+
+def engines_fixture(**options: Mapping[str, object]) -> Callable[..., object]:
+    """Make a module's fixture `engines`, with further options for each kind of engine."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+        engines = Engines(tmp_path_factory.mktemp("engines"), **options)
+        try:
+            yield engines
+        finally:
+            await engines.close()
+
+    return engines
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def named_pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
+    """Provide the pair of engines whose names are the parameter, as in `vllm-32-to-sglang-32`."""
+    return await make_pair(engines, *request.param.split("-to-"))
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:

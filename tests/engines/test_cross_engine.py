@@ -10,14 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 from baton_gateway.parsing.formats import FormatName
-from cross_engines import GREEDY, PROMPT_TOKENS, Engines, RealEngineSuite, check_answers, corrupting, make_pair, nightly
+from cross_engines import (
+    GREEDY,
+    PROMPT_TOKENS,
+    Engines,
+    RealEngineSuite,
+    check_answers,
+    corrupting,
+    engines_fixture,
+    make_pair,
+    named_pair,
+    nightly,
+)
 from forced_answers import check_forced_calls
 from msgspec.structs import replace
 
@@ -51,18 +60,8 @@ STAGED = (
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), vllm=POOL, sglang=POOL)
-    try:
-        yield engines
-    finally:
-        await engines.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
-    return await make_pair(engines, *request.param.split("-to-"))
+engines = engines_fixture(vllm=POOL, sglang=POOL)
+pair = named_pair
 
 
 def over(*pairs: str) -> pytest.MarkDecorator:

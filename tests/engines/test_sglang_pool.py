@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, Running, make_pair
+from cross_engines import Engines, Running, engines_fixture, make_pair
 from struck_lenders import check_struck
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
@@ -44,13 +44,7 @@ class Turn:
     """Prompt tokens that the engine computed, by its own count."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), sglang=OPTIONS, vllm=VLLM_OPTIONS)
-    try:
-        yield engines
-    finally:
-        await engines.close()
+engines = engines_fixture(sglang=OPTIONS, vllm=VLLM_OPTIONS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
