@@ -27,9 +27,10 @@ from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
 
 AGENT = {
     "secret": "tests",
-    "lease_ttl_s": 2.0,
-    "unclaimed_ttl_s": 20.0,
-    "wanted_timeout_s": 5.0,
+    "connect_timeout_s": 3.0,
+    "lease_ttl_s": 4.0,
+    "unclaimed_ttl_s": 30.0,
+    "wanted_timeout_s": 10.0,
     "stall_timeout_s": 30.0,
 }
 _pairs = itertools.count()
@@ -161,7 +162,6 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
         decode_shadow=sink.shadow,
         # Pairs share engines, and so what these have cached.
         numbers=itertools.count(next(_pairs) * 10_000),
-        budget_s=60.0,
     )
 
 

@@ -161,4 +161,4 @@ async def test_a_killed_rank_ends_its_engine_and_what_waits_for_it(engines: Engi
         await engine.check_health()
     assert worker.is_running(), "SGLang would have ended the process that started it"
     worker.kill()
-    await eventually(lambda: not any(child.is_running() for child in children), timeout_s=10)
+    await eventually(lambda: not any(child.is_running() for child in children))
