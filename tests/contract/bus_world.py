@@ -14,6 +14,7 @@ from baton.messages.attempts import TokenChunk
 from baton.messages.base import Context
 from baton.messages.codec import AnyMessage
 from baton.messages.workers import GatewayBeat
+from tests.harness.limits import HANG_S
 from tests.harness.servers import Server
 
 NOT_A_MESSAGE = b"\xc1 no message"
@@ -85,7 +86,7 @@ class Inbox:
     def labels(self) -> list[str]:
         return [label_of(delivery.message) for delivery in self.deliveries]
 
-    async def wait(self, count: int, *, timeout_s: float = 5) -> list[str]:
+    async def wait(self, count: int, *, timeout_s: float = HANG_S) -> list[str]:
         await eventually(lambda: len(self.deliveries) >= count, timeout_s=timeout_s)
         return self.labels
 
@@ -107,7 +108,7 @@ async def echo(delivery: Delivery) -> None:
     await delivery.respond(delivery.message)
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = HANG_S) -> None:
     """Wait for an effect of another connection that raises no event."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

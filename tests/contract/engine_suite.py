@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,6 +41,7 @@ from baton.errors import (
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
+from tests.harness.limits import FREED_S, HANG_S
 
 POLL_S = 0.005
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -110,10 +111,6 @@ class Pair:
     """A well-formed endpoint of an agent that no longer exists."""
     prefill_shadow: Shadow = field(default_factory=Shadow)
     decode_shadow: Shadow = field(default_factory=Shadow)
-    settle_s: float = 5.0
-    """Time within which resources must be freed after a request has ended."""
-    budget_s: float = 15.0
-    """Time budget of requests whose budget is not under test."""
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     """Counter for unique prompts and requests."""
 
@@ -131,7 +128,7 @@ class Pair:
         name: str | None = None,
         agents: tuple[str, ...] | None = None,
         salt: str = "",
-        budget_s: float | None = None,
+        budget_s: float = HANG_S,
     ) -> EngineRequest:
         address = WorkerAddress(worker="prefill", generation=1, agents=agents or self.prefill_facts.agents)
         return EngineRequest(
@@ -143,7 +140,7 @@ class Pair:
             cache_salt=salt,
             source=address if leg is Leg.DECODE else None,
             sink_ranks=len(self.decode_facts.agents) if leg is Leg.PREFILL else 0,
-            budget_s=self.budget_s if budget_s is None else budget_s,
+            budget_s=budget_s,
         )
 
     async def hand_off(self, tokens: Sequence[int], sampling: Sampling = GREEDY, *, salt: str = "") -> Answer:
@@ -161,7 +158,7 @@ class Pair:
             loads = (self.prefill.load(), self.decode.load())
             return all(load.kv_usage == 0 and load.running + load.waiting + load.leased_blocks == 0 for load in loads)
 
-        await eventually(is_settled, timeout_s=self.settle_s)
+        await eventually(is_settled, timeout_s=FREED_S)
         loads = (self.prefill.load(), self.decode.load())
         assert not any(load.leased for load in loads)
         return loads
@@ -214,7 +211,7 @@ async def first_delta(engine: Engine, request: EngineRequest) -> tuple[AsyncIter
     return stream, await anext(stream)
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = HANG_S) -> None:
     """Wait until a condition holds; fail if it does not in time."""
     for _ in range(int(timeout_s / POLL_S)):
         if condition():
@@ -491,9 +488,14 @@ class EngineSuite:
         await pair.settled()
 
     async def test_a_generation_that_has_begun_outlives_its_budget(self, pair: Pair) -> None:
-        request = pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=1.0)
-        began_s = time.monotonic()
-        stream, _ = await first_delta(pair.decode, request)
+        for budget_s in (1.0, 4.0, 16.0):
+            request = pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=budget_s)
+            began_s = time.monotonic()
+            with suppress(DeadlineExceeded):  # A busy machine may need longer for the first token.
+                stream, _ = await first_delta(pair.decode, request)
+                break
+        else:
+            raise AssertionError("no token came in time")
         while time.monotonic() < began_s + 1.2 * request.budget_s:
             assert (await anext(stream)).finish is None
         await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
@@ -580,8 +582,7 @@ class EngineSuite:
                 assert isinstance(end, Answer | TransferFailed | DeadlineExceeded), end
             return all(isinstance(end, Answer) for end in ended)
 
-        async with asyncio.timeout(18):
-            whole = await asyncio.gather(*(one(number) for number in range(50)))
+        whole = await asyncio.gather(*(one(number) for number in range(50)))
         assert sum(whole) >= 20
         await pair.settled()
 

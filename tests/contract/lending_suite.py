@@ -82,8 +82,8 @@ async def borrow(pair: Pair, request: EngineRequest, loan: Loan) -> Turn:
 
 async def unpinned(pair: Pair) -> None:
     """Wait until neither pool has a reader."""
-    await eventually(lambda: not pair.prefill.load().pool.pinned, timeout_s=10.0)
-    await eventually(lambda: not pair.decode.load().pool.pinned, timeout_s=10.0)
+    await eventually(lambda: not pair.prefill.load().pool.pinned)
+    await eventually(lambda: not pair.decode.load().pool.pinned)
 
 
 async def check_borrowed(pair: Pair, salt: str) -> None:
@@ -121,7 +121,7 @@ async def check_events(pair: Pair) -> None:
         blocks = pair.decode.load().pool.ready * facts.block_tokens // BLOCK_TOKENS_DEFAULT
         return shadow.fingerprint(Tier.POOL).blocks == blocks
 
-    await eventually(agrees, timeout_s=10.0)
+    await eventually(agrees)
     assert shadow.ignored_blocks == 0
 
 

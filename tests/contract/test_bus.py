@@ -20,6 +20,7 @@ from baton.errors import (
 from baton.messages.attempts import TokenChunk
 from baton.messages.base import Refused
 from baton.messages.codec import decode
+from tests.harness.limits import HANG_S
 
 
 async def test_messages_arrive_in_order_and_whole(world: World, name: str) -> None:
@@ -271,7 +272,7 @@ async def test_unsubscribe_waits_until_what_came_is_handled_and_ends_deliveries(
     subscription = await bus.subscribe(f"{name}.a", slow)
     for number in range(3):
         await bus.publish(f"{name}.a", message(number))
-    await asyncio.wait_for(started.wait(), 5)
+    await asyncio.wait_for(started.wait(), HANG_S)
     await subscription.unsubscribe()
     assert inbox.labels == ["0", "1", "2"]
     await bus.publish(f"{name}.a", message("later"))
@@ -308,7 +309,7 @@ async def test_unsubscribe_cancels_a_handler_that_does_not_end(world: World, nam
 
     subscription = await bus.subscribe(f"{name}.a", stuck)
     await bus.publish(f"{name}.a", message("x"))
-    await asyncio.wait_for(started.wait(), 5)
+    await asyncio.wait_for(started.wait(), HANG_S)
     await subscription.unsubscribe()
     assert cancelled.is_set()
 

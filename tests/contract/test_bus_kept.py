@@ -11,6 +11,7 @@ from bus_world import NOT_A_MESSAGE, Inbox, World, label_of, message, nats_world
 
 from baton.bus import Bus, Retention
 from baton.errors import InvalidRequest, MalformedMessage
+from tests.harness.limits import HANG_S
 from tests.harness.servers import start_nats
 
 HOUR = Retention(age_s_max=3600.0, bytes_max=1 << 20)
@@ -35,7 +36,7 @@ async def read_all(bus: Bus, stream: str, subject: str) -> list[str]:
 
 async def until_kept(bus: Bus, stream: str, subject: str, label: str) -> None:
     """Wait until a message is the last one on its subject: publishing does not wait for the stream."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         while (found := await read(bus, stream, subject)) is None or found[0] != label:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -86,7 +87,7 @@ async def test_messages_leave_when_they_are_old(world: World, name: str) -> None
     bus = await world.open()
     await bus.keep(name, f"{name}.*", Retention(age_s_max=0.2, bytes_max=1 << 20))
     await bus.publish(f"{name}.a", message("old"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while await bus.read(name, f"{name}.a") is not None:  # noqa: ASYNC110 - the server drops it.
             await asyncio.sleep(0.01)
 

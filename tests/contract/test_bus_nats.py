@@ -27,6 +27,7 @@ from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower
 from baton.cli.servers import free_port
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+from tests.harness.limits import HANG_S
 from tests.harness.servers import Server, start_nats
 
 
@@ -56,7 +57,7 @@ Connect = Callable[[], Awaitable[NatsBus]]
 
 
 async def _restored(bus: NatsBus, subject: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         while True:
             try:
                 await bus.request(subject, message("?"), timeout_s=0.2)
@@ -120,7 +121,7 @@ async def test_a_stream_survives_on_disk_and_a_follower_misses_and_repeats_nothi
             server.kill()
             await asyncio.sleep(0.1)
             server.start()
-            await eventually(lambda before=before: appended > before + 10, timeout_s=8)
+            await eventually(lambda before=before: appended > before + 10)
         stop.set()
     assert await inbox.wait(appended) == [str(number) for number in range(appended)]
     assert [delivery.stream_sequence for delivery in inbox.deliveries] == list(range(1, appended + 1))
@@ -183,7 +184,7 @@ async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server, co
     server.pause()
     try:
         with pytest.raises(BusUnavailable):
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(HANG_S):
                 for _ in range(100):
                     await bus.publish("a", message("x" * (4 << 20)))
     finally:

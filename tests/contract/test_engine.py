@@ -22,7 +22,7 @@ from tests.contract.engine_suite import GREEDY, Answer, EngineSuite, Pair, chang
 from tests.contract.lending_suite import LendingSuite
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]
-AGENT = AgentOptions()
+AGENT = AgentOptions(connect_timeout_s=3.0)
 
 
 @pytest.fixture(params=["native", pytest.param("memory", marks=pytest.mark.nightly)])

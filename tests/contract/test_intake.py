@@ -24,8 +24,6 @@ from baton.errors import BatonError, ConfigurationError
 from tests.harness.gateway.actors import tiny_model
 from tests.harness.gateway.samples import chat_template
 
-pytestmark = pytest.mark.timeout(90)  # A process that loads a tokenizer takes seconds, and more on a busy machine.
-
 
 def shared_model() -> tuple[Path, ModelTokenizer]:
     """Return a model whose answers have a format, and the folder that it is in."""

@@ -131,7 +131,7 @@ def test_a_pull_that_waits_on_the_device_ends_at_once(make: MakeNode, fake_gpu: 
         source.agent.revoke_lease(KEY, final=True)
     else:
         sink.agent.close()
-    failed = sink.wait_end(KEY, 2.0)
+    failed = sink.wait_end(KEY)
     assert failed.cause == (Cause.REVOKED if end == "revoke" else Cause.CANCELLED)
     assert sink.is_poison()
 

@@ -23,10 +23,12 @@ from transfer_rig import (
     Node,
     pull,
     pull_whole,
+    wait_idle,
     wait_until,
 )
 
 from baton.transfer import Cause, EventKind
+from tests.harness.limits import HANG_S
 
 LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED = 4, 10, 12
 WAYS = ("verbs", "cuda-ipc", "cuda-put")
@@ -92,20 +94,20 @@ def test_what_fails_is_done_again_on_a_new_connection(
 def test_a_source_that_ends_under_a_read(
     make_node: MakeNode, fake: FakeLibrary, backend: str, fabric: Fabric, end: signal.Signals
 ) -> None:
-    sink = make_node(connect_timeout_s=0.3, stall_timeout_s=0.3 if end == signal.SIGSTOP else 10.0)
+    sink = make_node(connect_timeout_s=1.0, stall_timeout_s=1.0 if end == signal.SIGSTOP else HANG_S)
     peer = Peer(fabric, backend)
     try:
         peer.lease()
-        sink.agent.pull(KEY, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
+        sink.agent.pull(KEY, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=HANG_S)
         peer.ready(0)
         sink.wait(EventKind.PULL_PROGRESS)
-        fake.set(delay_ms=600)
+        fake.set(delay_ms=2000)
         done = fake.counts()
         peer.ready(-1)
         time.sleep(0.1)
         assert fake.counts() == done, "the work is under way"
         peer.signal(end)
-        failed = sink.wait_end(KEY, 3.0)
+        failed = sink.wait_end(KEY)
         # A stopped process is read, as its adapter goes on; but it says nothing about what was read.
         assert failed.cause == (Cause.UNREACHABLE if end == signal.SIGKILL else Cause.STALLED)
     finally:
@@ -122,7 +124,7 @@ def test_nothing_is_written_after_the_end_of_a_cancelled_pull(make_node: MakeNod
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     time.sleep(0.1)  # The work has begun, and waits.
     sink.agent.cancel_pull(KEY)
-    assert sink.wait_end(KEY, 3.0).cause == Cause.CANCELLED
+    assert sink.wait_end(KEY).cause == Cause.CANCELLED
     sink.poison()
     time.sleep(0.3)
     assert sink.is_poison(), "a late chunk was written into blocks that were given back"
@@ -130,7 +132,7 @@ def test_nothing_is_written_after_the_end_of_a_cancelled_pull(make_node: MakeNod
 
 @pytest.mark.parametrize("end", ["cancel", "stall", "close"])
 def test_work_that_never_ends_is_ended_by_force(make_node: MakeNode, fake: FakeLibrary, end: str) -> None:
-    source, sink = make_node(), make_node(stall_timeout_s=0.3 if end == "stall" else 10.0)
+    source, sink = make_node(), make_node(stall_timeout_s=1.0 if end == "stall" else HANG_S)
     generation = begin(source, sink)
     fake.set(hold=1)
     source.agent.post_ready(KEY, generation, -1, TOKENS)
@@ -139,7 +141,7 @@ def test_work_that_never_ends_is_ended_by_force(make_node: MakeNode, fake: FakeL
         sink.agent.cancel_pull(KEY)
     elif end == "close":
         sink.agent.close()
-    failed = sink.wait_end(KEY, 3.0)
+    failed = sink.wait_end(KEY)
     assert failed.cause == (Cause.STALLED if end == "stall" else Cause.CANCELLED)
     sink.poison()
     fake.set(hold=0)
@@ -168,9 +170,7 @@ def test_an_idle_connection_costs_nothing(make_node: MakeNode, fake: FakeLibrary
     source, sink = make_node(), make_node()
     assert pull_whole(sink, source).kind == EventKind.PULL_DONE
     wait_until(lambda: source.agent.stats().leases == 0)
-    before_s = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before_s < 0.01
+    wait_idle(0.02)
 
 
 def test_the_stand_in_counts_what_is_open(make_node: MakeNode, fake: FakeLibrary) -> None:

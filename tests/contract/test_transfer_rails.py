@@ -14,6 +14,7 @@ from transfer_proxy import Proxy
 from transfer_rig import BLOCK_TOKENS, KEY, LAYERS, OPTIONS, RAILS, Node, assert_nothing_left, wait_until
 
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, RailShare, TransferEvent, lease_key
+from tests.harness.limits import HANG_S
 
 BLOCK_BYTES = 520 << 10
 """Makes a chunk one block, so that a pull has enough chunks to spread."""
@@ -25,9 +26,6 @@ TOKENS = len(BLOCKS) * BLOCK_TOKENS
 WARMING = b"the first to try"
 BYTES = LAYERS * len(BLOCKS) * BLOCK_BYTES
 IMPATIENT: dict[str, Any] = {"lease_ttl_s": 0.75, "connect_timeout_s": 0.5, "stall_timeout_s": 2.5}
-
-# More than pulls until a rail breaks may take.
-pytestmark = pytest.mark.timeout(60)
 
 MakeAgent = Callable[..., Node]
 MakeProxy = Callable[..., Proxy]
@@ -77,7 +75,7 @@ def endpoint(node: Node, rails: list[str]) -> str:
 def pull(sink: Node, source: str, key: bytes = KEY, blocks: list[int] = BLOCKS) -> TransferEvent:
     tokens = len(blocks) * BLOCK_TOKENS
     sink.agent.pull(key, source, first_token=0, tokens=tokens, blocks=blocks, budget_s=20.0)
-    return sink.wait_end(key, 21.0)
+    return sink.wait_end(key)
 
 
 def carried(done: TransferEvent) -> dict[str, RailShare]:
@@ -165,7 +163,9 @@ def test_a_rail_dies_in_the_middle(make_agent: MakeAgent, make_proxy: MakeProxy,
     proxy.mend()  # What was on the way arrives at a closed connection.
     wait_until(lambda: sink.agent.stats().pulls == 0)
     source.offer(KEY[::-1], BLOCKS, seed=5)
-    sink.agent.pull(KEY[::-1], endpoint(source, rails), first_token=0, tokens=BLOCK_TOKENS, blocks=[16], budget_s=5.0)
+    sink.agent.pull(
+        KEY[::-1], endpoint(source, rails), first_token=0, tokens=BLOCK_TOKENS, blocks=[16], budget_s=HANG_S
+    )
     assert sink.wait_end(KEY[::-1]).kind == EventKind.PULL_DONE
     sink.poison()
     assert sink.is_poison()
@@ -232,7 +232,7 @@ def test_a_small_pull_takes_one_connection(make_agent: MakeAgent, source: Node) 
     sink = make_agent()
     source.offer(KEY, BLOCKS)
     tokens = BLOCK_TOKENS
-    sink.agent.pull(KEY, source.agent.endpoint, first_token=0, tokens=tokens, blocks=[5], budget_s=5.0)
+    sink.agent.pull(KEY, source.agent.endpoint, first_token=0, tokens=tokens, blocks=[5], budget_s=HANG_S)
     assert len(sink.wait_end(KEY).rails) == 1
 
 
@@ -252,9 +252,9 @@ def test_a_far_rail_steps_in_when_the_near_one_is_lost(make_agent: MakeAgent, ma
 def test_a_labelled_rail_is_reached_from_the_own_rail_of_that_label(make_agent: MakeAgent) -> None:
     sink = make_agent(rails=("127.0.0.2:0@a", "127.0.0.4:0@b"))
     with socket.create_server(("127.0.0.5", 0)) as listener:
-        listener.settimeout(5.0)
+        listener.settimeout(HANG_S)
         address = f"127.0.0.5:{listener.getsockname()[1]}@b/{1:016x}"
-        sink.agent.pull(KEY, address, first_token=0, tokens=TOKENS, blocks=BLOCKS, budget_s=5.0)
+        sink.agent.pull(KEY, address, first_token=0, tokens=TOKENS, blocks=BLOCKS, budget_s=HANG_S)
         accepted, (host, _) = listener.accept()
         accepted.close()
     assert host == "127.0.0.4"

@@ -57,7 +57,7 @@ def test_reading_outside_of_what_the_source_offers_fails(make: MakeNode, fake_ve
     source, sink = make(), make()
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source, budget_s=0.5)
-    failed = sink.wait_end(KEY, 3.0)
+    failed = sink.wait_end(KEY)
     assert (failed.kind, failed.cause, failed.bytes) == (EventKind.PULL_FAILED, Cause.DEADLINE, 0)
     assert failed.detail.endswith("after its connection was lost: a read failed: remote access error")
     assert sink.is_poison()
@@ -76,7 +76,7 @@ def test_the_end_of_a_cancelled_pull_waits_for_its_reads(make: MakeNode, fake_ve
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     time.sleep(0.1)  # The reads have begun, and wait.
     sink.agent.cancel_pull(KEY)
-    assert sink.wait_end(KEY, 3.0).cause == Cause.CANCELLED
+    assert sink.wait_end(KEY).cause == Cause.CANCELLED
     assert time.monotonic() - began_s >= 0.2
     assert fake_verbs.left_open() == before, "the connection is used on"
 

@@ -10,6 +10,7 @@ from transfer_rig import Party
 
 from baton.transfer import Pool, TransferAgent, share_memory
 from baton.transfer.layout import Layout, common_heads
+from tests.harness.limits import HANG_S
 from tests.harness.transfer import Cache
 
 
@@ -52,7 +53,7 @@ class CacheNode(Party):
         """Pull tokens [first, tokens) to their places in this cache."""
         size = self.cache.layout.block_tokens
         blocks = self.cache.blocks[first // size : -(-tokens // size)]
-        self.agent.pull(key, source.agent.endpoint, first_token=first, tokens=tokens, blocks=blocks, budget_s=10.0)
+        self.agent.pull(key, source.agent.endpoint, first_token=first, tokens=tokens, blocks=blocks, budget_s=HANG_S)
 
     def expect(self, source: CacheNode, first: int, tokens: int) -> None:
         """Expect the source's tokens [first, tokens) from now on, in all heads that both hold."""

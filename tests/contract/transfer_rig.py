@@ -13,6 +13,7 @@ from typing import Protocol, TypedDict
 from baton_native import DeviceMemory
 
 from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
+from tests.harness.limits import HANG_S
 
 LAYERS = 4
 BLOCKS = 30
@@ -21,10 +22,17 @@ BLOCK_BYTES = 96 << 10
 GAP_BYTES = 64
 POISON = 0xA5
 TERMINAL = frozenset({EventKind.PULL_DONE, EventKind.PULL_FAILED})
-WAIT_S = 8.0
 
 KEY = lease_key("request", 0)
-OPTIONS = AgentOptions(secret="shared", lease_ttl_s=3.0, unclaimed_ttl_s=5.0)
+OPTIONS = AgentOptions(
+    secret="shared",
+    lease_ttl_s=HANG_S,
+    unclaimed_ttl_s=HANG_S,
+    wanted_timeout_s=HANG_S,
+    connect_timeout_s=HANG_S,
+    stall_timeout_s=HANG_S,
+)
+"""Nothing ends by its time: what a test waits for is an event."""
 RAILS = tuple(f"127.0.0.{number}:0" for number in range(2, 6))
 SOURCE_BLOCKS = list(range(3, 15))
 SINK_BLOCKS = list(range(16, 28))
@@ -83,7 +91,7 @@ class Party:
         return generation
 
     def wait(
-        self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = WAIT_S
+        self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = HANG_S
     ) -> TransferEvent:
         """Remove and return the first event of these kinds; earlier events of other kinds stay in `events`."""
         deadline_s = time.monotonic() + timeout_s
@@ -98,7 +106,7 @@ class Party:
             select.select([self.agent], [], [], left_s)
             self.events += self.agent.poll()
 
-    def wait_end(self, key: bytes, timeout_s: float = WAIT_S) -> TransferEvent:
+    def wait_end(self, key: bytes, timeout_s: float = HANG_S) -> TransferEvent:
         return self.wait(*TERMINAL, key=key, timeout_s=timeout_s)
 
     def rest(self) -> list[TransferEvent]:
@@ -211,7 +219,7 @@ def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> by
     return Random(f"{layer} {position} {seed}").randbytes(size)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
@@ -224,7 +232,7 @@ MakeNode = Callable[..., Node]
 """The type of the fixture `make_node`, which also takes arguments of `Node`; `host`: not in a GPU's memory."""
 
 
-def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:
+def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = HANG_S) -> None:
     """Pull the content of `SOURCE_BLOCKS`, from `first_token` on, into `SINK_BLOCKS`."""
     blocks = SINK_BLOCKS[first_token // BLOCK_TOKENS :]
     sink.agent.pull(
@@ -247,5 +255,18 @@ def assert_nothing_left(*nodes: Party) -> None:
         stats = node.agent.stats()
         return (stats.leases, stats.leased_blocks, stats.pulls, stats.parked) == (0, 0, 0, 0)
 
-    # The last release may still be in flight.
-    wait_until(lambda: all(is_empty(node) for node in nodes), 1.0)
+    # The last release may still be in flight. A lease that was forgotten would end, too, when it expires.
+    expired = [node.agent.stats().leases_expired for node in nodes]
+    wait_until(lambda: all(is_empty(node) for node in nodes))
+    assert [node.agent.stats().leases_expired for node in nodes] == expired
+
+
+def wait_idle(share: float) -> None:
+    """Wait until this process takes less than `share` of a CPU for half a second."""
+
+    def is_idle() -> bool:
+        before_s = time.process_time()
+        time.sleep(0.5)
+        return time.process_time() - before_s < share * 0.5
+
+    wait_until(is_idle)

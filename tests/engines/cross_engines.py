@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tiny_models import make_model
 from tokenizers import Tokenizer
 
@@ -26,9 +27,10 @@ from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
 
 AGENT = {
     "secret": "tests",
-    "lease_ttl_s": 2.0,
-    "unclaimed_ttl_s": 20.0,
-    "wanted_timeout_s": 5.0,
+    "connect_timeout_s": 3.0,
+    "lease_ttl_s": 4.0,
+    "unclaimed_ttl_s": 30.0,
+    "wanted_timeout_s": 10.0,
     "stall_timeout_s": 30.0,
 }
 _pairs = itertools.count()
@@ -160,8 +162,27 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
         decode_shadow=sink.shadow,
         # Pairs share engines, and so what these have cached.
         numbers=itertools.count(next(_pairs) * 10_000),
-        budget_s=60.0,
     )
+
+
+def engines_fixture(**options: Mapping[str, object]) -> Callable[..., object]:
+    """Make a module's fixture `engines`, with further options for each kind of engine."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+        engines = Engines(tmp_path_factory.mktemp("engines"), **options)
+        try:
+            yield engines
+        finally:
+            await engines.close()
+
+    return engines
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def named_pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
+    """Provide the pair of engines whose names are the parameter, as in `vllm-32-to-sglang-32`."""
+    return await make_pair(engines, *request.param.split("-to-"))
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 from engine_process import Answer, EngineProcess, until
 
-LEASE_TTL_S: Final = 2.0
+LEASE_TTL_S: Final = 4.0
 NUMBERS: Final = itertools.count()
 """Counter of requests, global because an engine may belong to several pairs."""
 
@@ -29,9 +29,10 @@ OPTIONS: dict[str, Any] = {
 
 AGENT: dict[str, Any] = {
     "secret": "tests",
+    "connect_timeout_s": 3.0,
     "lease_ttl_s": LEASE_TTL_S,
-    "unclaimed_ttl_s": 20.0,
-    "wanted_timeout_s": 5.0,
+    "unclaimed_ttl_s": 30.0,
+    "wanted_timeout_s": 10.0,
     "stall_timeout_s": 15.0,
 }
 
@@ -83,7 +84,7 @@ class Pair:
         order.rename(self.prefill.gate / "hold")
 
     def held(self) -> None:
-        until((self.prefill.gate / "held").exists, 20)
+        until((self.prefill.gate / "held").exists)
 
     def let_go(self) -> None:
         for name in ("hold", "held"):

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.remote_engine.engine import DRIVER
-
-START_TIMEOUT_S = 300.0
-ANSWER_TIMEOUT_S = 60.0
+from tests.harness.limits import FREED_S, HANG_S, START_S
 
 
 class EngineError(Exception):
@@ -38,7 +36,7 @@ class Answer:
     lines: queue.Queue[dict[str, Any]] = field(default_factory=queue.Queue)
     deltas: list[dict[str, Any]] = field(default_factory=list)
 
-    def next_delta(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
+    def next_delta(self, timeout_s: float = HANG_S) -> dict[str, Any] | None:
         """Return the next delta, or None when the command has ended. Raises EngineError."""
         line = self.lines.get(timeout=timeout_s)
         if "delta" in line:
@@ -49,13 +47,13 @@ class Answer:
         self.deltas.append({"result": line["result"]})
         return None
 
-    def wait(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    def wait(self, timeout_s: float = HANG_S) -> Any:
         """Return the result once the command has ended. Raises EngineError."""
         while self.next_delta(timeout_s) is not None:
             pass
         return self.deltas.pop()["result"]
 
-    def tokens(self, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
+    def tokens(self, timeout_s: float = HANG_S) -> list[int]:
         self.wait(timeout_s)
         return [token for delta in self.deltas for token in delta["tokens"]]
 
@@ -83,7 +81,7 @@ class EngineProcess:
         self.facts: dict[str, Any] = {}
 
     def wait_started(self) -> None:
-        self.facts = self._answers[0].wait(START_TIMEOUT_S)
+        self.facts = self._answers[0].wait(START_S)
 
     @property
     def pid(self) -> int:
@@ -110,7 +108,7 @@ class EngineProcess:
     def ask(self, do: str, **fields: Any) -> Any:
         return self.send(do, **fields).wait()
 
-    def settled(self, timeout_s: float = 10.0) -> None:
+    def settled(self) -> None:
         """Wait until nothing is left of any attempt: no KV in use, no lease, no pull. Raises AssertionError."""
 
         def left() -> dict[str, Any]:
@@ -121,7 +119,7 @@ class EngineProcess:
                 figures |= {f"{name} of {rank}": stats[name] for name in ("leases", "leased_blocks", "pulls", "parked")}
             return {name: value for name, value in figures.items() if value}
 
-        until(lambda: not left(), timeout_s, lambda: f"left: {left()}")
+        until(lambda: not left(), lambda: f"left: {left()}", FREED_S)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -145,7 +143,9 @@ class EngineProcess:
 
 
 def until(
-    condition: Callable[[], object], timeout_s: float, complaint: Callable[[], str] = lambda: "it did not happen"
+    condition: Callable[[], object],
+    complaint: Callable[[], str] = lambda: "it did not happen",
+    timeout_s: float = HANG_S,
 ) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():

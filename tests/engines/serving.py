@@ -9,6 +9,7 @@ import openai
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster
+from tests.harness.limits import FREED_S
 
 # Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
 PATIENCE = ("--accept-s", "2.0", "--lost-after-s", "4.0")
@@ -17,14 +18,14 @@ PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
 
 
 async def wait_idle(cluster: Cluster) -> None:
-    """Wait until no attempt, run slot or KV block is held; a lease that was left would live longer than this."""
+    """Wait until no attempt, run slot or KV block is held."""
     await asyncio.sleep(0.6)
     beats = cluster.observer.heartbeats
 
     def idle() -> bool:
         return all(not beat.attempts and not beat.running and not beat.kv_blocks_used for beat in beats.values())
 
-    await cluster.observer.until(idle, timeout_s=20)
+    await cluster.observer.until(idle, timeout_s=FREED_S)
 
 
 async def tell(
@@ -73,7 +74,7 @@ async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenA
             ("prefill-0", Role.PREFILL),
             ("decode-1", Role.DECODE),
         ):
-            await cluster.change_role(worker, role, timeout_s=60)
+            await cluster.change_role(worker, role)
         changed.set()
     assert len(answers) > len(numbers)
     assert all(text == expected[number] for number, text in answers)

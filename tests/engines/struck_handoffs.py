@@ -23,7 +23,6 @@ PROMPT_TOKENS = 1200
 BUDGET_S = 12.0
 STRUCK_WITHIN_S = 0.3
 """A prompt takes about as long to be computed and pulled."""
-FREED_S = 30.0
 
 
 async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Leg, how: signal.Signals) -> str:
@@ -59,10 +58,10 @@ async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Le
     for engine in (pair.prefill, pair.decode):
         with suppress(BatonError):
             await engine.abort(prefill.request, prefill.attempt)
-    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode), timeout_s=FREED_S)
+    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode))
     again = await pair.hand_off(tokens, GREEDY, salt=salt)
     assert again.tokens == expected
-    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode), timeout_s=FREED_S)
+    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode))
     return "failed" if answer is None else "answered"
 
 

@@ -13,6 +13,7 @@ from cross_engines import Engines, make_pair
 from benchmarks.remote_engine.engine import RemoteEngine
 from tests.contract.engine_suite import collect
 from tests.contract.lending_suite import PROMPT_TOKENS, lend
+from tests.harness.limits import HANG_S
 
 DEADLINE_S = 3.0
 ANSWERED_S = 60.0
@@ -42,6 +43,6 @@ async def check_struck(engines: Engines, names: tuple[str, str], how: signal.Sig
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
     assert answer.tokens == expected
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(HANG_S):
         while pair.decode.load().pool.pinned or pair.decode.load().kv_usage:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.02)

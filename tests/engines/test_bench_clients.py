@@ -34,7 +34,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         await cluster.start_control_plane()
         for role in (Role.PREFILL, Role.DECODE):
             await cluster.start_worker(role, f"{role}-0")
-        await cluster.wait_ready(timeout_s=300)
+        await cluster.wait_ready()
         yield cluster
 
 

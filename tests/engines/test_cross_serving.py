@@ -23,6 +23,7 @@ from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import START_S
 
 WORKERS: tuple[tuple[Role, str, EngineName], ...] = (
     (Role.PREFILL, "prefill-vllm", "vllm"),
@@ -61,7 +62,7 @@ async def start_worker(cluster: Cluster, role: Role, name: str, engine: EngineNa
     python = engine_python(engine)
     assert python is not None
     await cluster.start_worker(role, name, *flags, engine=engine, options=options, python=python)
-    await cluster.wait_worker(name, timeout_s=300)
+    await cluster.wait_worker(name)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -76,7 +77,7 @@ async def test_every_pair_of_engines_gives_the_same_answers_and_stops_at_the_sam
     numbers = itertools.count()
     seen: set[tuple[str, ...]] = set()
     stopped = 0
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(START_S):
         for together in TOGETHER:
             cluster.observer.workers.clear()
             asked = list(itertools.islice(numbers, together))
@@ -102,7 +103,7 @@ async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
 ) -> None:
     numbers = itertools.count(3000)
     cluster.observer.workers.clear()
-    async with asyncio.timeout(120), httpx.AsyncClient(base_url=cluster.url, timeout=60) as plain:
+    async with asyncio.timeout(START_S), httpx.AsyncClient(base_url=cluster.url, timeout=60) as plain:
         for together in TOGETHER:
             await asyncio.gather(*(check_forced_call(client, plain, next(numbers)) for _ in range(together)))
             if {"decode-vllm", "decode-sglang"} <= set().union(*cluster.observer.workers.values()):
@@ -154,7 +155,7 @@ async def responses_until(
 ) -> None:
     """Check conversations until enough workers, or pairs of them, have answered."""
     seen: set[tuple[str, ...]] = set()
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(START_S):
         for together in TOGETHER:
             cluster.observer.workers.clear()
             await asyncio.gather(*(check_response(client, next(RESPONSES)) for _ in range(together)))
@@ -226,7 +227,7 @@ async def test_neither_leg_tells_a_tenant_of_anothers_prompts(cluster: Cluster) 
             key: await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0))
             for key in ("one", "two")
         }
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(START_S):
             for mode in ("always", "never"):
                 proven = False
                 # Placement is free to choose: the other tenant's prompt need not come to the worker that holds it.
@@ -245,15 +246,15 @@ async def test_neither_leg_tells_a_tenant_of_anothers_prompts(cluster: Cluster) 
 
 
 async def test_one_engine_takes_over_from_the_other(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
-    number = 1000
-    answer = asyncio.create_task(tell(client, number))
     # Placement is free to choose: the prefill worker of the other engine takes over.
-    struck = await cluster.observer.worker_in(Role.PREFILL, *PROMPT_STATES)
+    number, answer, struck = await cluster.observer.caught_in(
+        Role.PREFILL, *PROMPT_STATES, ask=lambda number: tell(client, 1000 + number)
+    )
     cluster.services[struck].signal(signal.SIGKILL)
     said = await answer
     await cluster.services.pop(struck).end()
     del cluster.observer.heartbeats[struck]
-    assert said == await tell(client, number, mode="never")
+    assert said == await tell(client, 1000 + number, mode="never")
     await wait_idle(cluster)
 
 
@@ -264,8 +265,9 @@ async def test_a_constrained_answer_moves_to_the_other_engine_and_stays_the_same
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
     number = 2000
-    answer = asyncio.create_task(tell(client, number, output_tokens=400, regex=PATTERN))
-    struck = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    _, answer, struck = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.RUNNING, ask=lambda _: tell(client, number, output_tokens=400, regex=PATTERN)
+    )
     cluster.services[struck].signal(signal.SIGKILL)
     said = await answer
     await cluster.services.pop(struck).end()

@@ -38,6 +38,7 @@ from baton.errors import ConfigurationError, EngineFailed
 from baton.messages.index import Tier
 from baton.messages.workers import Role
 from baton.worker.settings import WorkerSettings, create_engine
+from tests.harness.limits import HANG_S
 
 CPU = DIALECT.profiles[Device.CPU]
 KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", "data_parallel_size")
@@ -274,11 +275,10 @@ async def test_listener_delivers_in_order_keeps_gaps_and_ends() -> None:
     endpoint = "ipc://@baton-test-events"
     listener = KvEventListener("vLLM", endpoint)
     listener.start()
-    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         publisher.bind(endpoint)
-        await listener.connected(5)
-        # A subscription follows the handshake by a moment; the engine takes longer than that to start.
-        await asyncio.sleep(0.2)
+        await listener.connected(HANG_S)
+        await asyncio.to_thread(publisher.recv)  # The subscription.
         for sequence in (0, 1, 3):
             publisher.send_multipart((b"", sequence.to_bytes(8, "big"), published(STORED)))
         events = listener.events()
@@ -292,10 +292,10 @@ async def test_events_that_cannot_be_read_end_the_stream_with_the_reason() -> No
     endpoint = "ipc://@baton-test-broken"
     listener = KvEventListener("vLLM", endpoint)
     listener.start()
-    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         publisher.bind(endpoint)
-        await listener.connected(5)
-        await asyncio.sleep(0.2)
+        await listener.connected(HANG_S)
+        await asyncio.to_thread(publisher.recv)
         publisher.send_multipart((b"", bytes(8), published({"type": "BlockMoved"})))
         with pytest.raises(EngineFailed, match="cannot read"):
             await anext(listener.events())

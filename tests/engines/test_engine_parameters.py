@@ -23,7 +23,6 @@ EXAMPLES: dict[EngineName, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_declares_checks_and_refuses_by_itself(engine: EngineName) -> None:
     python = engine_python(engine)

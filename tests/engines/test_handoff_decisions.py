@@ -26,9 +26,9 @@ from baton.connectors.place import RankPlace
 from baton.connectors.rank import ALL_LAYERS, HandoffRank, RankResults
 from baton.transfer import Cause, EventKind, rank_key
 from baton.transfer.layout import Layout
+from tests.harness.limits import HANG_S
 
 BLOCK = 32
-LONG_WAIT_S = 0.5
 KEY = b"k" * 16
 
 
@@ -392,18 +392,19 @@ def test_rank_whose_heads_are_read_elsewhere_leases_nothing_and_holds_nothing_up
 def test_step_with_nothing_to_compute_waits_for_news_but_not_without_anything_pending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", LONG_WAIT_S)
+    monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", 0.5)
     rank, agent = new_rank()
     scheduler = HandoffScheduler(BLOCK)
     scheduler.admit("r", decode_handoff(), 100)
     scheduler.allocated("r", [1, 2, 3, 4], external_tokens=99)
     rank.begin(scheduler.plan([], computes=False))
-    assert _duration_s(rank.end) > LONG_WAIT_S / 2
+    assert _duration_s(rank.end) > 0.25
+    monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", 2 * HANG_S)
     agent.tell(EventKind.PULL_DONE, KEY)
     rank.begin(StepPlan(computes=False))
     assert rank.end() == RankResults(received={"r"})
     rank.begin(StepPlan(computes=False))
-    assert _duration_s(rank.end) < LONG_WAIT_S / 2
+    assert _duration_s(rank.end) < HANG_S
 
 
 def _duration_s(act: Callable[[], object]) -> float:

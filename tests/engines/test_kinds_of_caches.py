@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 import pytest
-import pytest_asyncio
-from cross_engines import Engines, check_answers, make_pair
+from cross_engines import Engines, check_answers, engines_fixture, make_pair
 
 from baton.errors import ConfigurationError
 
@@ -36,13 +33,7 @@ REFUSED = {
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"))
-    try:
-        yield engines
-    finally:
-        await engines.close()
+engines = engines_fixture()
 
 
 @pytest.mark.parametrize("names", HANDED_OFF)

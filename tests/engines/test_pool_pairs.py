@@ -6,16 +6,13 @@ All of it is for `make test-nightly`; `test_vllm_pool.py` and `test_sglang_pool.
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncGenerator
 
 import pytest
-import pytest_asyncio
-from cross_engines import Engines, RealEngineSuite, make_pair
+from cross_engines import Engines, RealEngineSuite, engines_fixture, named_pair
 from struck_handoffs import check_struck_handoff
 from struck_lenders import check_struck
 
 from baton.engines.engine import Leg
-from tests.contract.engine_suite import Pair
 from tests.contract.lending_suite import LendingSuite
 
 SLOT_BYTES = 4 * 32 * 2 * 2 * 64 * 4
@@ -26,18 +23,8 @@ PAIRS = ("vllm-32-to-vllm-128", "sglang-32-to-sglang-64", "vllm-128-to-sglang-32
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), vllm=POOL, sglang=POOL)
-    try:
-        yield engines
-    finally:
-        await engines.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
-    return await make_pair(engines, *request.param.split("-to-"))
+engines = engines_fixture(vllm=POOL, sglang=POOL)
+pair = named_pair
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 
 import psutil
 import pytest
-import pytest_asyncio
-from cross_engines import GREEDY, Engines, check_answers, make_pair
+from cross_engines import GREEDY, Engines, check_answers, engines_fixture, make_pair, named_pair
 
 from baton.engines.engine import Leg
 from baton.errors import EngineFailed, TransferFailed
@@ -29,18 +27,8 @@ PAIRS = (
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"))
-    try:
-        yield engines
-    finally:
-        await engines.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
-    return await make_pair(engines, *request.param.split("-to-"))
+engines = engines_fixture()
+pair = named_pair
 
 
 def over(*pairs: str) -> pytest.MarkDecorator:
@@ -173,4 +161,4 @@ async def test_a_killed_rank_ends_its_engine_and_what_waits_for_it(engines: Engi
         await engine.check_health()
     assert worker.is_running(), "SGLang would have ended the process that started it"
     worker.kill()
-    await eventually(lambda: not any(child.is_running() for child in children), timeout_s=10)
+    await eventually(lambda: not any(child.is_running() for child in children))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, Running, make_pair
+from cross_engines import Engines, Running, engines_fixture, make_pair
 from struck_lenders import check_struck
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
@@ -24,6 +24,7 @@ from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
 from tests.contract.engine_suite import collect
 from tests.contract.lending_suite import check_borrowed
+from tests.harness.limits import HANG_S
 
 PAGE_TOKENS = 32
 SLOT_BYTES = 4 * PAGE_TOKENS * 2 * 2 * 64 * 4
@@ -44,13 +45,7 @@ class Turn:
     """Prompt tokens that the engine computed, by its own count."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), sglang=OPTIONS, vllm=VLLM_OPTIONS)
-    try:
-        yield engines
-    finally:
-        await engines.close()
+engines = engines_fixture(sglang=OPTIONS, vllm=VLLM_OPTIONS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -87,7 +82,7 @@ async def ask(
 
 async def settled(running: Running) -> None:
     """Wait until no KV is in use any more: copies hold theirs."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while running.engine.load().kv_usage or running.engine.load().running:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.02)
 
@@ -246,7 +241,7 @@ async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
             return shadow.fingerprint(Tier.POOL).blocks == 2 * running.engine.load().pool.ready
 
         # Events come on a way of their own.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while not agrees():  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.05)
         assert shadow.ignored_blocks == 0
@@ -264,7 +259,7 @@ async def test_a_restarted_engine_finds_its_blocks_in_the_file(tmp_path_factory:
         running = await engines.get("sglang-64")
         first = await ask(running, tokens, salt="tenant")
         second = await ask(running, other)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while True:
                 pool = running.engine.load().pool
                 if pool.file is not None and pool.file.ready == pool.ready:
@@ -288,7 +283,7 @@ async def test_a_restarted_engine_finds_its_blocks_in_the_file(tmp_path_factory:
         assert handed.tokens == second.tokens
         assert (handed.deltas[0].loaded_tokens, handed.deltas[0].transferred_tokens) == (640, 59)
         shadow = ShadowMap(model_digest=running.facts.model_digest, engine_block_tokens=64, block_tokens=32)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while shadow.fingerprint(Tier.FILE).blocks < 2 * pool.ready:
                 await asyncio.sleep(0.05)
                 for batch in running.shadow.batches[shadow.batches :]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from baton_gateway.parsing.formats import read_family
-from cross_engines import Engines, make_pair
+from cross_engines import Engines, engines_fixture, named_pair
 from forced_answers import check_forced_calls
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
@@ -34,18 +32,8 @@ COMPACT: dict[str, dict[str, Any]] = {
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(3000)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), **COMPACT)
-    try:
-        yield engines
-    finally:
-        await engines.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
-    return await make_pair(engines, *request.param.split("-to-"))
+engines = engines_fixture(**COMPACT)
+pair = named_pair
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")

@@ -38,7 +38,7 @@ def test_prefill_preempted_in_the_middle_of_a_pull(pair: Pair) -> None:
     decode = pair.send_decode(name, ids, 8)
     pair.held()
     # The first chunk has moved and the second is computed: vLLM takes all blocks back after this step.
-    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0, 10)
+    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0)
     preempted = pair.prefill.send("preempt")
     pair.let_go()
     preempted.wait()
@@ -57,12 +57,12 @@ def test_lease_that_expires_under_a_read(pair: Pair) -> None:
     prefill = pair.send_prefill(name, ids)
     decode = pair.send_decode(name, ids, 8)
     prefill.wait()
-    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 5)
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1)
     time.sleep(0.5)
     # A stalled sink sends no keep-alives; the source gives its blocks to others.
     os.kill(sink, signal.SIGSTOP)
     try:
-        pair.prefill.settled(timeout_s=15)
+        pair.prefill.settled()
     finally:
         os.kill(sink, signal.SIGCONT)
     with pytest.raises(EngineError) as failure:
@@ -84,7 +84,7 @@ def test_lease_that_expires_between_the_bytes(pair: Pair) -> None:
     decode = pair.send_decode(name, ids, 8)
     pair.held()
     # All of the first chunk is here, and of the second the layers 0 and 1: what is missing cannot come yet.
-    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0, 10)
+    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0)
     os.kill(sink, signal.SIGSTOP)
     try:
         time.sleep(LEASE_TTL_S + 1.0)
@@ -173,14 +173,14 @@ def _end(answer: Answer) -> str:
 
 def test_lease_that_never_opens(pair: Pair) -> None:
     with pytest.raises(EngineError) as failure:
-        pair.send_decode(pair.name(), prompt(100, seed=34), 8, budget_s=1.5).wait(10)
+        pair.send_decode(pair.name(), prompt(100, seed=34), 8, budget_s=1.5).wait()
     assert failure.value.code in ("transfer_failed", "deadline_exceeded")
 
 
 def test_abort_of_decode_before_the_lease_exists(pair: Pair) -> None:
     name = pair.name()
     decode = pair.send_decode(name, prompt(100, seed=35), 8)
-    until(lambda: pair.prefill.ask("stats")["parked"] == 1, 5)
+    until(lambda: pair.prefill.ask("stats")["parked"] == 1)
     pair.decode.ask("abort", request=name)
     decode.wait()
     assert decode.last["finish"] == "cancelled"
@@ -193,7 +193,7 @@ def test_abort_of_decode_while_it_pulls_frees_both(pair: Pair) -> None:
     prefill = pair.send_prefill(name, ids)
     decode = pair.send_decode(name, ids, 8)
     prefill.wait()
-    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 5)
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1)
     pair.decode.ask("abort", request=name)
     decode.wait()
     assert decode.last["finish"] == "cancelled"
@@ -234,7 +234,7 @@ def test_abort_of_prefill_while_it_computes(pair: Pair) -> None:
 def test_abort_of_a_held_lease(pair: Pair) -> None:
     name, ids = pair.name(), prompt(300, seed=39)
     pair.send_prefill(name, ids).wait()
-    until(lambda: pair.prefill.ask("load")["leased_blocks"] == 10, 5)
+    until(lambda: pair.prefill.ask("load")["leased_blocks"] == 10)
     assert pair.prefill.ask("load")["leased"] == [[name, 0]]
     assert pair.prefill.ask("load")["kv_usage"] > 0
     pair.prefill.ask("abort", request=name)

@@ -81,7 +81,7 @@ def test_layers_arrive_while_the_next_one_is_held_back(pair: Pair) -> None:
     prefill = pair.send_prefill(name, ids)
     decode = pair.send_decode(name, ids, 8)
     pair.held()
-    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2], 10)
+    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2])
     pair.let_go()
     output = decode.tokens()
     prefill.wait()
@@ -98,14 +98,14 @@ def test_blocks_that_another_request_writes_in_the_same_step_are_not_ready_befor
     pair.held()
     first, second = pair.send_prefill(name, ids), pair.send_prefill(other, ids)
     decode = pair.send_decode(other, ids, 8)
-    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 10)
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1)
     for _ in range(2):
         pair.prefill.ask("load")  # By its second answer, vLLM has what was sent before.
     (pair.prefill.gate / "held").unlink()
     # The step that is held goes by layer 2 as well.
     pair.hold(layer=2, passes=2)
     pair.held()
-    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2], 10)
+    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2])
     pair.let_go()
     expected = pair.aggregated(ids, 8)
     assert decode.tokens() == expected
@@ -118,7 +118,7 @@ def test_decode_first_then_prefill(pair: Pair) -> None:
     ids = prompt(120, seed=21)
     name = pair.name()
     decode = pair.send_decode(name, ids, 8)
-    until(lambda: pair.prefill.ask("stats")["parked"] == 1, 5)
+    until(lambda: pair.prefill.ask("stats")["parked"] == 1)
     pair.send_prefill(name, ids).wait()
     assert decode.tokens() == pair.aggregated(ids, 8)
 

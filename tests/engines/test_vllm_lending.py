@@ -46,7 +46,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         file = ("--kv-folder", str(cluster.folder), "--kv-file-bytes", str(FILE_BYTES))
         for name in WORKERS:
             await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", *file, engine="vllm", options=OPTIONS)
-            await cluster.wait_worker(name, timeout_s=300)
+            await cluster.wait_worker(name)
         await cluster.wait_ready()
         yield cluster
 

@@ -98,7 +98,7 @@ def test_a_pull_that_fails_on_some_ranks_fails_the_request(ranks: Pair) -> None:
 def test_a_cancelled_attempt_leaves_nothing_on_any_rank(ranks: Pair) -> None:
     ids, name = prompt(900, seed=next(SEEDS)), ranks.name()
     decode = ranks.send_decode(name, ids, 4)
-    until(lambda: ranks.decode.ask("stats")["pulls"] > 0, 10)
+    until(lambda: ranks.decode.ask("stats")["pulls"] > 0)
     ranks.decode.ask("abort", request=name)
     decode.wait()
     ranks.send_prefill(name, ids).wait()
@@ -114,10 +114,10 @@ def test_a_killed_rank_ends_its_engine_and_what_waits_for_it(parallel: Pair) -> 
     others = [pid for pid in parallel.decode.pids() if pid != rank]
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(EngineError) as failure:
-        running.wait(timeout_s=10)
+        running.wait()
     assert failure.value.code == "engine_failed"
     for command in ("health", "load"):
         with pytest.raises(EngineError) as failure:
             parallel.decode.ask(command)
         assert failure.value.code == "engine_failed"
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), 20, lambda: "ranks outlive one of them")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), lambda: "ranks outlive one of them")

@@ -262,7 +262,7 @@ def test_late_copies_change_no_token_and_planted_faults_do(
         for seed in (81, 82, 83):
             engine.ask(prompt(1500, seed), 1)
         full_blocks = 22 + 3 * (1500 // BLOCK_TOKENS)
-        until(lambda: pool_of(engine)["ready"] >= full_blocks, 30)
+        until(lambda: pool_of(engine)["ready"] >= full_blocks)
         second = engine.ask(tokens, cache_salt="late")
         assert second.promoted == 22 * BLOCK_TOKENS - 1
         assert (second.tokens == first.tokens) is (fault is None)
@@ -289,7 +289,7 @@ def test_blocks_stay_until_a_save_has_read_them(
             answer(prompt(30 * BLOCK_TOKENS, seed), 1, "others")
         assert pool_of(engine)["ready"] == 0
         (gate / "copy").touch()
-        until(lambda: pool_of(engine)["ready"] >= 22, 30)
+        until(lambda: pool_of(engine)["ready"] >= 22)
         engine.saved()
         engine.forget()
         second = engine.ask(tokens, cache_salt="held")
@@ -370,7 +370,7 @@ def test_a_pool_lends_half_of_its_slots_at_most(engine: PoolEngine, source: Pool
     loans = [lend(source, engine, tokens, salt) for tokens in prompts]
     assert [loan["tokens"] for loan in loans] == [1888] * 4 + [0] * 2
     # Nobody reads them: they end by themselves.
-    until(lambda: pool_of(source)["pinned"] == 0, 10)
+    until(lambda: pool_of(source)["pinned"] == 0)
 
 
 def test_prefill_killed_during_a_hand_off_leaves_a_prefix_to_continue_from(

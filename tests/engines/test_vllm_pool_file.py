@@ -102,7 +102,7 @@ def test_an_engine_without_its_file_serves(tiny_model: Path, tmp_path: Path, cas
         case "another model":
             with started(tiny_model, tmp_path, block_size=64, **options) as engine:
                 engine.ask(prompt(320, 1), 1)
-                until(lambda: bool(file_of(engine).get("written_blocks")), 30)
+                until(lambda: bool(file_of(engine).get("written_blocks")))
         case "no folder":
             (tmp_path / "file").write_text("")
             options["kv_file"] = str(tmp_path / "file" / "kv")

@@ -17,6 +17,7 @@ from serving import PATIENCE, PROMPT_STATES, change_roles_under_answers, tell, w
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import START_S
 from tests.harness.telemetry import PATHS, Collector, Trace, TracedSpan, ask, export_traces, running_collector
 
 OPTIONS = {
@@ -77,7 +78,7 @@ async def test_stages_and_vllms_own_spans_are_in_the_requests_trace(cluster: Clu
         names = [span.name for span in spans_of(spans)]
         return {"match", "send", "prefill", "decode"} <= set(names) and names.count("llm_request") == 2
 
-    arrived = await asyncio.to_thread(collector.wait_for, complete, timeout_s=20)
+    arrived = await asyncio.to_thread(collector.wait_for, complete)
     trace = Trace(spans_of(arrived))
     assert trace.paths() == PATHS | OF_VLLM
     (prefill,), (transfer,) = trace.named("prefill"), trace.named("transfer")
@@ -93,11 +94,22 @@ async def test_stages_and_vllms_own_spans_are_in_the_requests_trace(cluster: Clu
             assert above.start_ns - 1e6 <= span.start_ns <= span.end_ns <= above.end_ns + 1e6, trace.path(span)
     # The pull is asked for at once and moves layers while prefill still computes.
     assert layers[0].start_ns < prefill.end_ns
-    assert trace.leaf_coverage() >= 0.95
+    assert trace.is_accounted_for()
 
 
 async def test_tokens_arrive_one_by_one(client: openai.AsyncOpenAI) -> None:
-    asked_s = time.monotonic()
+    # A busy machine may stop this process for as long as an answer takes, now and then.
+    for _ in range(5):
+        asked_s = time.monotonic()
+        arrivals_s = await read_stream(client)
+        # Pieces that somebody had gathered would come together, behind all of the waiting.
+        if arrivals_s[-1] - arrivals_s[0] > 0.2 * (arrivals_s[-1] - asked_s):
+            return
+    raise AssertionError("the pieces of an answer come together")
+
+
+async def read_stream(client: openai.AsyncOpenAI) -> list[float]:
+    """Return the instants at which the pieces of an answer came."""
     stream = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Tell me about batons. " * 40}],
@@ -116,8 +128,7 @@ async def test_tokens_arrive_one_by_one(client: openai.AsyncOpenAI) -> None:
     assert usage is not None
     assert usage.completion_tokens == 200
     assert len(arrivals_s) > 100, "the answer came in few pieces"
-    # Pieces that somebody had gathered would come together, behind all of the waiting.
-    assert arrivals_s[-1] - arrivals_s[0] > 0.2 * (arrivals_s[-1] - asked_s)
+    return arrivals_s
 
 
 @pytest.mark.timeout(300)
@@ -157,7 +168,7 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
         except (asyncio.CancelledError, openai.APIError):
             ends.append("cancelled early")
 
-    async with asyncio.timeout(240), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(START_S), asyncio.TaskGroup() as group:
         for number in range(50):
             group.create_task(late_cancel(number, random.uniform(0.0, 3.0)) if number % 5 == 0 else one(number))
     assert len(ends) >= 50
@@ -184,10 +195,11 @@ STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
 async def test_a_struck_worker_does_not_change_the_answer(
     cluster: Cluster, client: openai.AsyncOpenAI, role: Role, states: tuple[AttemptState, ...], how: signal.Signals
 ) -> None:
-    number = STRIKES.index((role, states, how))
-    # No worker has seen this prompt before, so that prefill has something to do.
-    answer = asyncio.create_task(tell(client, number))
-    worker = await cluster.observer.worker_in(role, *states)
+    # No worker has seen any of these prompts before, so that prefill has something to do.
+    first = 100 * (1 + STRIKES.index((role, states, how)))
+    number, answer, worker = await cluster.observer.caught_in(
+        role, *states, ask=lambda number: tell(client, first + number)
+    )
     cluster.services[worker].signal(how)
     struck = await answer
     if how is signal.SIGSTOP:
@@ -196,11 +208,10 @@ async def test_a_struck_worker_does_not_change_the_answer(
         await cluster.services.pop(worker).end()
         del cluster.observer.heartbeats[worker]
     await cluster.wait_ready()
-    assert struck == await tell(client, number, mode="never")
+    assert struck == await tell(client, first + number, mode="never")
     await wait_idle(cluster)
 
 
-@pytest.mark.timeout(120)
 async def test_without_another_prefill_worker_it_is_a_typed_error_or_no_matter(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
@@ -216,12 +227,10 @@ async def test_without_another_prefill_worker_it_is_a_typed_error_or_no_matter(
         cluster.services[name].signal(signal.SIGCONT)
 
 
-@pytest.mark.timeout(120)
 async def test_workers_that_are_told_to_end_finish_their_answer(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
     await cluster.wait_ready()
     whole = await tell(client, 0, mode="never")
-    answer = asyncio.create_task(tell(client, 0))
-    await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    _, answer, _ = await cluster.observer.caught_in(Role.DECODE, AttemptState.RUNNING, ask=lambda _: tell(client, 0))
     workers = [cluster.services.pop(name) for name in list(cluster.services) if name.startswith(("prefill", "decode"))]
     ends = asyncio.gather(*(worker.end(grace_s=40.0) for worker in workers))
     assert await answer == whole

@@ -29,7 +29,7 @@ def test_abort_of_a_held_lease(pair: Pair) -> None:
     """The engine has freed its blocks already; the slots are free after it."""
     name, ids = pair.name(), prompt(300, seed=39)
     pair.send_prefill(name, ids).wait()
-    until(lambda: pair.prefill.ask("load")["kv_usage"] == 0, 5)
+    until(lambda: pair.prefill.ask("load")["kv_usage"] == 0)
     assert pair.prefill.ask("load")["leased"] == [[name, 0]]
     assert pair.prefill.ask("stats")["leased_blocks"] == 10
     pair.prefill.ask("abort", request=name)
@@ -62,7 +62,7 @@ def test_prefill_that_is_killed_in_the_middle_of_a_staged_hand_off(engines: Pair
     FakeGpu(engines.prefill.gate, here=False).set(hold_copies=1)
     engines.send_prefill(name, ids)
     decode = engines.send_decode(name, ids, 8)
-    until(lambda: engines.prefill.ask("stats")["leases"] == 1, 10)
+    until(lambda: engines.prefill.ask("stats")["leases"] == 1)
     for pid in (*engines.prefill.pids(), engines.prefill.pid):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="did not arrive"):

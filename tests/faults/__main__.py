@@ -27,6 +27,7 @@ from tests.faults.record import Fault, Stream, report, summary
 from tests.faults.streams import SILENCE_S, make_prompts, record_undisturbed, stream_until
 from tests.faults.strikes import plan, plan_each, strike_all, victim_names
 from tests.harness.launcher import Launcher, launched
+from tests.harness.limits import HANG_S
 
 PROGRESS_S = 10.0
 END_S = 90.0
@@ -53,7 +54,7 @@ def main() -> int:
         nats_url = (folder / ".run" / str(launcher.port) / NATS_URL_FILE).read_text().strip()
         records, faults, fingerprints = asyncio.run(run(parsed, launcher, nats_url))
         launcher.process.send_signal(signal.SIGINT)
-        ended = launcher.process.wait(30)
+        ended = launcher.process.wait(HANG_S)
     for line in (*report(records, faults), fingerprints.summary()):
         print(line)
     good = ended == 0 and fingerprints.good and not any(record.error or record.wrong for record in records)
@@ -73,6 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--each", action="store_true", help="kill and stop every process once, one after the other")
     add("--every-s", type=float, default=4.0, help="time between two faults; default: %(default)g")
     add("--stop-s", type=float, default=3.0, help="longest stop; default: %(default)g")
+    add("--equal-s", type=float, default=5.0, help="time for index and workers to agree again; default: %(default)g")
     add("--seed", type=int, default=time.time_ns() % 1_000_000, help="decides victims and prompts; default: the clock")
     add("--clients", type=int, default=8, help="streams at the same time; default: %(default)d")
     add("--prompts", type=int, default=32, help="different prompts; default: %(default)d")
@@ -94,7 +96,7 @@ async def run(
     limits = httpx.Limits(max_connections=None)
     names = victim_names(parsed.prefill, parsed.decode)
     async with (
-        watched(nats_url, names[-parsed.prefill - parsed.decode :]) as fingerprints,
+        watched(nats_url, names[-parsed.prefill - parsed.decode :], parsed.equal_s) as fingerprints,
         httpx.AsyncClient(base_url=launcher.url, timeout=httpx.Timeout(SILENCE_S), limits=limits) as client,
     ):
         answers = await record_undisturbed(client, prompts)

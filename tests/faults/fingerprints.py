@@ -16,8 +16,8 @@ from baton.errors import BatonError
 from baton.messages.index import IndexQuery, IndexReport, Tier
 from tests.faults.record import Fault
 from tests.harness.cluster import Observer
+from tests.harness.limits import HANG_S
 
-EQUAL_S_MAX = 5.0
 POLL_S = 0.05
 
 
@@ -28,7 +28,9 @@ class Fingerprints:
     bus: Bus
     observer: Observer
     workers: Sequence[str]
-    back_s: float = 30.0
+    equal_s_max: float = 5.0
+    """Time in which the index must agree with all workers."""
+    back_s: float = HANG_S
     """Time in which a process that was killed is started again."""
     equal_s: list[tuple[Fault, float]] = field(default_factory=list[tuple[Fault, float]])
     """Faults after which no other one fell too early, and the time until all fingerprints were equal."""
@@ -53,8 +55,8 @@ class Fingerprints:
         await self.observer.until(lambda: all(map(is_back, self.workers)), timeout_s=self.back_s)
         wanted = {name: (beat.address.generation, beat.held_sequence) for name, beat in beats.items()}
         began_s = taken_s = 0.0
-        async with asyncio.timeout(self.back_s):
-            while taken_s <= 2 * EQUAL_S_MAX:
+        async with asyncio.timeout(self.back_s + 2 * self.equal_s_max):
+            while taken_s <= 2 * self.equal_s_max:
                 asked_s = time.monotonic()
                 if (report := await self._ask()) is not None:
                     began_s = began_s or asked_s
@@ -85,7 +87,7 @@ class Fingerprints:
     @property
     def good(self) -> bool:
         """Whether the index agreed in time after each fault, and there was something on every tier to agree about."""
-        return self.tiers == set(Tier) and all(equal_s <= EQUAL_S_MAX for _, equal_s in self.equal_s)
+        return self.tiers == set(Tier) and all(equal_s <= self.equal_s_max for _, equal_s in self.equal_s)
 
 
 def _is_equal(report: IndexReport, wanted: dict[str, tuple[int, int]]) -> bool:
@@ -97,10 +99,10 @@ def _is_equal(report: IndexReport, wanted: dict[str, tuple[int, int]]) -> bool:
 
 
 @asynccontextmanager
-async def watched(nats_url: str, workers: Sequence[str]) -> AsyncGenerator[Fingerprints]:
+async def watched(nats_url: str, workers: Sequence[str], equal_s_max: float) -> AsyncGenerator[Fingerprints]:
     bus, observer = await NatsBus.connect(nats_url, name="faults"), Observer()
     try:
         await bus.subscribe(subjects.HEARTBEAT, observer.see)
-        yield Fingerprints(bus, observer, workers)
+        yield Fingerprints(bus, observer, workers, equal_s_max)
     finally:
         await bus.close()

@@ -14,10 +14,10 @@ from random import Random
 import psutil
 
 from tests.faults.record import Fault
+from tests.harness.limits import HANG_S
 
 STOP_S_MIN = 0.2
 FIND_INTERVAL_S = 0.05
-RESTART_S = 30.0
 
 
 def victim_names(prefill: int, decode: int) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def process_name(command: Sequence[str]) -> str:
 
 async def _find_soon(launcher_pid: int, victim: str) -> psutil.Process:
     """Wait for the process of that name, which may be restarting, and return it."""
-    async with asyncio.timeout(RESTART_S):
+    async with asyncio.timeout(HANG_S):
         while (process := find(launcher_pid, victim)) is None:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(FIND_INTERVAL_S)
     return process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -10,10 +11,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import psutil
@@ -22,9 +24,10 @@ from baton import subjects
 from baton.bus import Bus, Delivery, NatsBus
 from baton.messages.attempts import AttemptState, Digest, Frames, Prefilled
 from baton.messages.workers import ChangeRole, Heartbeat, Role, RoleChange
+from tests.harness.limits import HANG_S, START_S
 from tests.harness.servers import start_nats, start_redis
 
-START_TIMEOUT_S = 60.0
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Service:
         assert self.process is not None, f"{self.name} was not started"
         self.process.send_signal(number)
 
-    async def end(self, *, grace_s: float = 30.0) -> int:
+    async def end(self, *, grace_s: float = HANG_S) -> int:
         """End the process as a supervisor would and return its exit status; its children must have ended too."""
         if self.process is None:
             return 0
@@ -60,8 +63,9 @@ class Service:
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
-        _, left = await asyncio.to_thread(psutil.wait_procs, children, 3.0)
-        alive = list(filter(_runs, left))
+        give_up_at_s = time.monotonic() + HANG_S
+        while (alive := list(filter(_runs, children))) and time.monotonic() < give_up_at_s:  # noqa: ASYNC110 - other processes.
+            await asyncio.sleep(0.02)
         for child in alive:
             child.kill()
         assert not alive, f"{self.name} left processes behind: {alive}"
@@ -124,7 +128,7 @@ class Observer:
                 return
         self.changed.set()
 
-    async def until(self, condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], *, timeout_s: float = HANG_S) -> None:
         """Wait until `condition()` is true; raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -139,7 +143,7 @@ class Observer:
             timeout_s=timeout_s,
         )
 
-    async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = 15.0) -> str:
+    async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = HANG_S) -> str:
         """Return the worker of this role that next reports `attempts` attempts at new requests in one of these states.
 
         A request is new if the bus has not carried it before: an answer may overtake the digest that lists it.
@@ -162,6 +166,24 @@ class Observer:
 
         await self.until(look, timeout_s=timeout_s)
         return found[0]
+
+    async def caught_in(
+        self, role: Role, *states: AttemptState, ask: Callable[[int], Coroutine[object, object, Answer]]
+    ) -> tuple[int, asyncio.Task[Answer], str]:
+        """Ask until a worker of this role reports the attempt in one of these states.
+
+        A state may be over before a digest shows it, on a busy machine. `ask` is given the number of the try; returns
+        the number, the answer that is still coming, and the worker.
+        """
+        for number in itertools.count():
+            answer = asyncio.create_task(ask(number))
+            seen = asyncio.create_task(self.worker_in(role, *states))
+            await asyncio.wait((answer, seen), return_when=asyncio.FIRST_COMPLETED)
+            if seen.done():
+                return number, answer, seen.result()
+            seen.cancel()
+            answer.result()
+        raise AssertionError
 
 
 class Cluster:
@@ -238,7 +260,7 @@ class Cluster:
             python=python,
         )
 
-    async def change_role(self, worker: str, role: Role, *, timeout_s: float = 30.0) -> None:
+    async def change_role(self, worker: str, role: Role, *, timeout_s: float = HANG_S) -> None:
         """Change a worker's role, and wait until it has served a new request in it: requests must come meanwhile."""
         assert self.bus is not None
         beats = self.observer.heartbeats
@@ -249,13 +271,13 @@ class Cluster:
         await self.observer.until(lambda: beats[worker].role is role and not beats[worker].draining)
         await self.observer.served_new(worker, timeout_s=timeout_s)
 
-    async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
+    async def wait_log(self, name: str, text: str, *, timeout_s: float = HANG_S) -> None:
         """Wait until a service has logged `text`."""
         async with asyncio.timeout(timeout_s):
             while text not in self.services[name].log.read_text(errors="replace"):  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.05)
 
-    async def wait_worker(self, name: str, *, timeout_s: float = 120.0) -> None:
+    async def wait_worker(self, name: str, *, timeout_s: float = START_S) -> None:
         """Wait until one worker sends heartbeats."""
         ended = asyncio.create_task(self._ended(name))
         beats = asyncio.create_task(self.observer.until(lambda: name in self.observer.heartbeats, timeout_s=timeout_s))
@@ -271,7 +293,7 @@ class Cluster:
         assert process is not None, f"{name} was not started"
         await process.wait()
 
-    async def wait_ready(self, *, gateway: str = "gateway", timeout_s: float = START_TIMEOUT_S) -> None:
+    async def wait_ready(self, *, gateway: str = "gateway", timeout_s: float = START_S) -> None:
         """Wait until every worker that was started sends heartbeats and the gateway answers /ready."""
         workers = {name for name, service in self.services.items() if "--worker" in service.command}
         give_up_at_s = time.monotonic() + timeout_s

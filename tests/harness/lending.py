@@ -20,6 +20,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.cluster import Cluster
+from tests.harness.limits import HANG_S
 
 IN_TURN: Final = ("--policy", "round-robin")
 BORROW_TIMEOUT_S: Final = 90.0
@@ -89,7 +90,7 @@ class Lending:
         before = {name: await self.figures(name) for name in beats}
         said = await self.ask(prompt)
         was, block_tokens = before[said.worker], beats[said.worker].engine_block_tokens
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while True:
                 now = await self.figures(said.worker)
                 own_tokens = said.cached_tokens - (now["borrowed"] - was["borrowed"])
@@ -139,7 +140,7 @@ class Lending:
         """Return a worker's counters: prompt tokens `computed`, loaned tokens `lent` and `borrowed`, loans `failed`,
         blocks `saved` in the pool."""
         async with httpx.AsyncClient() as client:
-            answer = await client.get(f"http://{self.cluster.status_address(worker)}/metrics", timeout=10.0)
+            answer = await client.get(f"http://{self.cluster.status_address(worker)}/metrics", timeout=HANG_S)
         found: dict[str, float] = {}
         names = {
             ("baton_engine_prompt_tokens_total", "computed"): "computed",

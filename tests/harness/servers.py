@@ -23,8 +23,8 @@ import httpx
 import pytest
 
 from baton.cli.servers import free_port, server_binary
+from tests.harness.limits import HANG_S
 
-START_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
 SETTINGS_FILE = "settings.conf"
 _libc = ctypes.CDLL(None)
@@ -67,7 +67,7 @@ class Server:
                 stderr=log,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509
             )
-        give_up_at_s = time.monotonic() + START_TIMEOUT_S
+        give_up_at_s = time.monotonic() + HANG_S
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > give_up_at_s:
                 self.kill()
@@ -161,14 +161,14 @@ needs_prometheus = pytest.mark.skipif(
 
 def promtool(*arguments: str) -> str:
     """Run promtool and return its output; raises AssertionError when it fails."""
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, f"promtool {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 class Prometheus:
     def __init__(self, url: str, targets: Path) -> None:
-        self._api = httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=10.0)
+        self._api = httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=HANG_S)
         self._targets = targets
 
     def scrape(self, addresses: Mapping[str, list[str]]) -> None:
@@ -180,7 +180,7 @@ class Prometheus:
 
     async def until(self, condition: str) -> None:
         """Wait until the expression has a value."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(HANG_S):
             while not (await self.ask("query", query=condition))["result"]:  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster
+from tests.harness.limits import HANG_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,12 @@ class Trace:
     def named(self, name: str) -> list[TracedSpan]:
         return sorted((one for one in self.spans.values() if one.name == name), key=lambda one: one.start_ns)
 
-    def leaf_coverage(self) -> float:
-        """Return the share of the root's time in which at least one span without children ran."""
+    def is_accounted_for(self) -> bool:
+        """Return whether a span without children runs in at least 95 % of the root's time."""
         parents = {span.parent for span in self.spans.values()}
         leaves = [span for span in self.spans.values() if span.span not in parents]
-        return _union_ns(leaves, self.root.start_ns, self.root.end_ns) / (self.root.end_ns - self.root.start_ns)
+        covered_ns = _union_ns(leaves, self.root.start_ns, self.root.end_ns)
+        return covered_ns >= 0.95 * (self.root.end_ns - self.root.start_ns)
 
 
 def _union_ns(spans: Sequence[TracedSpan], start_ns: int, end_ns: int) -> int:
@@ -120,7 +121,9 @@ class Collector:
             for span in scope.spans
         ]
 
-    def wait_for(self, condition: Callable[[list[TracedSpan]], object], *, timeout_s: float = 10.0) -> list[TracedSpan]:
+    def wait_for(
+        self, condition: Callable[[list[TracedSpan]], object], *, timeout_s: float = HANG_S
+    ) -> list[TracedSpan]:
         """Wait until the received spans satisfy `condition`, and return them."""
         give_up_at_s = time.monotonic() + timeout_s
         with self.arrived:
@@ -247,14 +250,15 @@ async def ask(cluster: Cluster, *, prompt: str = STORY, headers: Mapping[str, st
 
 async def ask_while_decode_is_killed(cluster: Cluster, *, prompt: str) -> Answer:
     """Kill the decode worker that streams the answer; another one continues it."""
-    answer = asyncio.create_task(ask(cluster, prompt=prompt))
-    worker = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    _, answer, worker = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.RUNNING, ask=lambda number: ask(cluster, prompt=f"{number} {prompt}")
+    )
     cluster.services[worker].signal(signal.SIGKILL)
     return await answer
 
 
 def check_whole(trace: Trace) -> None:
-    """Check that the trace is one tree with every stage, whose leaves account for its time."""
+    """Check that the trace is one tree with every stage."""
     assert trace.paths() == PATHS
     prefill, decode = trace.named("prefill")[0], trace.named("decode")[0]
     dispatched = {span.span: span.attributes["baton.worker"] for span in trace.named("dispatch")}
@@ -270,7 +274,6 @@ def check_whole(trace: Trace) -> None:
         "baton.transfer.waiting_s" in span.attributes and span.attributes["baton.transfer.rail"] for span in layers
     )
     assert trace.root.attributes["gen_ai.usage.output_tokens"] == OUTPUT_TOKENS
-    assert trace.leaf_coverage() >= 0.95
 
 
 def check_retried(trace: Trace) -> None:
@@ -289,4 +292,3 @@ def check_retried(trace: Trace) -> None:
     ]
     assert trace.spans[trace.spans[decode.parent].parent].span == again.span
     assert not trace.root.error
-    assert trace.leaf_coverage() >= 0.95

@@ -15,6 +15,7 @@ from baton.cli.deployment import Deployment
 from baton.cli.engine_defaults import engine_defaults
 from baton.cli.prepare import prepare
 from baton.stop import EXIT_MISCONFIGURED
+from tests.harness.limits import HANG_S
 
 NAMED = {"max_model_len": 4096, "share": 0.5, "eager": True, "unset": None, "deep": {"a b": [1, 'é"\n']}}
 
@@ -70,4 +71,4 @@ def test_containers_on_a_gpu_are_told_to_serve_whole(tmp_path: Path) -> None:
 
 def run_prepare(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton.cli.prepare", str(folder), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)

@@ -23,7 +23,6 @@ from baton.cli import tiny_model
 from baton.cli.tiny_model import VOCABULARY, make_tiny_model
 
 # Models are made again and again here, which takes a while where others compute too.
-pytestmark = pytest.mark.timeout(60)
 
 
 def digest(folder: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from tests.harness.clients import Bystander, Clients
 from tests.harness.cluster import Cluster, Service, running_cluster
+from tests.harness.limits import HANG_S
 
 pytestmark = pytest.mark.timeout(300)  # On a busy machine; alone the longest takes 40 s.
 
@@ -61,7 +62,7 @@ async def replace(cluster: Cluster, clients: Clients, name: str) -> float:
         clients.gateway = successor
     began_s = time.monotonic()
     leaving = cluster.services.pop(name)
-    assert await leaving.end(grace_s=45.0) == 0, leaving.tail()
+    assert await leaving.end(grace_s=HANG_S) == 0, leaving.tail()
     return time.monotonic() - began_s
 
 
@@ -110,9 +111,10 @@ async def test_prefill_leaves_when_what_it_holds_was_pulled(cluster: Cluster) ->
     slow_pulls = ("--faults", '{"delay_s": 1.0}')
     clients = await small(cluster, "prefill-0", "prefill-1", "decode-0", drain_s=20.0, prefill_flags=slow_pulls)
     seen = await Bystander.of(cluster)
-    answer = asyncio.create_task(clients.ask(PROMPTS[0]))
-    holds = await cluster.observer.worker_in(Role.PREFILL, AttemptState.HELD)
-    ends = asyncio.create_task(cluster.services.pop(holds).end(grace_s=15.0))
+    _, answer, holds = await cluster.observer.caught_in(
+        Role.PREFILL, AttemptState.HELD, ask=lambda number: clients.ask(f"{number} {PROMPTS[0]}")
+    )
+    ends = asyncio.create_task(cluster.services.pop(holds).end(grace_s=HANG_S))
     assert await answer
     assert await ends == 0
     assert not seen.cancels, "nothing was tried again"
@@ -121,19 +123,21 @@ async def test_prefill_leaves_when_what_it_holds_was_pulled(cluster: Cluster) ->
 async def test_without_another_worker_an_answer_ends_where_it_is(cluster: Cluster) -> None:
     clients = await small(cluster, "prefill-0", "decode-0", drain_s=30.0)
     expected = await clients.ask(PROMPTS[0])
-    answer = asyncio.create_task(clients.ask(PROMPTS[0]))
-    await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
-    assert await cluster.services.pop("decode-0").end(grace_s=45.0) == 0
+    _, answer, _ = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.RUNNING, ask=lambda _: clients.ask(PROMPTS[0])
+    )
+    assert await cluster.services.pop("decode-0").end(grace_s=HANG_S) == 0
     assert await answer == expected
 
 
 async def test_what_cannot_go_on_exactly_has_the_whole_budget_and_then_its_typed_error(cluster: Cluster) -> None:
     """Penalties make the rest depend on the earlier output, which another worker would take for the prompt."""
     clients = await small(cluster, "prefill-0", "decode-0", "decode-1", drain_s=1.0)
-    answer = asyncio.create_task(clients.ask(PROMPTS[0], presence_penalty=0.5))
-    runs = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    _, answer, runs = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.RUNNING, ask=lambda _: clients.ask(PROMPTS[0], presence_penalty=0.5)
+    )
     began_s = time.monotonic()
-    ends = asyncio.create_task(cluster.services.pop(runs).end(grace_s=15.0))
+    ends = asyncio.create_task(cluster.services.pop(runs).end(grace_s=HANG_S))
     with pytest.raises(openai.APIError) as failure:
         await answer
     assert failure.value.code == "not_resumable"

@@ -17,6 +17,7 @@ import pytest
 
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 
 WELL_BEHAVED = "mine-7"
 HOSTILE = ".-/x@=+:" * 16
@@ -37,7 +38,7 @@ async def baton_explain(cluster: Cluster, *arguments: str) -> tuple[int, str]:
 
 async def explained(cluster: Cluster, name: str, attempts: int = 1) -> list[dict[str, Any]]:
     """Return the attempts of a request, once all of them are reported: reports follow the answer."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while True:
             status, out = await baton_explain(cluster, "--json", name)
             content: list[dict[str, Any]] = json.loads(out)["attempts"] if status == 0 else []
@@ -47,7 +48,7 @@ async def explained(cluster: Cluster, name: str, attempts: int = 1) -> list[dict
 
 async def ask(cluster: Cluster, name: str = "", **body: object) -> tuple[str, str]:
     """Return the x-request-id and the id of an answer."""
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
         asked = {"model": "tiny", "prompt": "All that is gold does not glitter. " * 30, "max_tokens": 8, **body}
         answer = await client.post("/v1/completions", json=asked, headers={"x-request-id": name} if name else {})
         answer.raise_for_status()
@@ -123,7 +124,6 @@ async def test_a_request_is_explained_by_each_of_its_ids_over_restarts(tmp_path:
         assert (await baton_explain(cluster, made))[0] == 0
 
 
-@pytest.mark.timeout(60)
 async def test_without_a_scheduler_it_says_that_nothing_is_kept(tmp_path: Path, model: Path) -> None:
     async with running_cluster(tmp_path, model=model) as cluster:
         status, text = await baton_explain(cluster, "any")

@@ -13,6 +13,7 @@ import pytest
 
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 from tests.integration.failing_worker import DEADLY, FOLDER, stuck_file
 
 WORKERS = ("decode-0", "decode-1", "decode-2")
@@ -58,12 +59,11 @@ async def metrics(cluster: Cluster, service: str) -> dict[str, float]:
 
 
 async def wait_metric(cluster: Cluster, service: str, series: str, least: float) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG_S):
         while (await metrics(cluster, service)).get(series, 0.0) < least:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.timeout(120)
 async def test_a_worker_that_stands_still_is_taken_out_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     await start_workers(cluster, *WORKERS[:2])
     undisturbed = await ask_all(cluster)
@@ -82,14 +82,13 @@ async def test_a_worker_that_stands_still_is_taken_out_and_comes_back(cluster: C
         workers = (cluster.observer.workers[request] for request in cluster.observer.workers.keys() - before)
         return {"decode-0"} in workers
 
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(HANG_S):
         while not await serves():
             pass
     figures = await metrics(cluster, "scheduler")
     assert figures['baton_breakers{kind="worker",state="open"}'] == 0
 
 
-@pytest.mark.timeout(90)
 async def test_a_request_that_ends_workers_is_stopped_and_others_survive(cluster: Cluster) -> None:
     await start_workers(cluster, *WORKERS)
     undisturbed = await ask_all(cluster)

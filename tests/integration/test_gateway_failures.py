@@ -40,10 +40,12 @@ from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
 from tests.harness.gateway.stage import Stage, forward, open_scheduled_stage, open_stage
 from tests.harness.heartbeats import MODEL_DIGEST
+from tests.harness.limits import HANG_S
 
 CHAT = "/v1/chat/completions"
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀, and then it stops. " * 3
-SETTINGS = Settings(port=0, lost_after_s=0.8, progress_s=3.0, resend_s=0.1, admission_wait_s=5.0)
+SETTINGS = Settings(port=0, lost_after_s=0.8, progress_s=3.0, resend_s=0.1, admission_wait_s=5.0, accept_s=HANG_S)
+"""No worker counts as unavailable because a busy machine is slow."""
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as opened:
         yield opened
 
 
@@ -164,7 +166,8 @@ async def test_an_answer_survives_its_worker(
     usage = events[-1]["usage"]
     prompt_tokens = usage["prompt_tokens"]
     assert usage["completion_tokens"] == len(stage.answer), "counted once, over both attempts"
-    first, second = stage.scheduler.places
+    # A question that is answered late is asked again.
+    first, second = {place.context.attempt: place for place in stage.scheduler.places}.values()
     assert (second.context.attempt, second.exclude) == (1, ("d1",))
     (task,) = stage.workers["d2"].got(DecodeTask)
     assert isinstance(task, DecodeTask)
@@ -181,7 +184,7 @@ async def test_an_answer_survives_its_worker(
 
 async def test_a_restarted_worker_is_noticed_at_once() -> None:
     settings = msgspec.structs.replace(SETTINGS, lost_after_s=60.0, progress_s=60.0)
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say(TEXT)
         worker = stage.workers["d1"]
         worker.script.die_at = 5
@@ -257,7 +260,7 @@ async def test_what_cannot_be_continued_exactly_says_so(stage: Stage, client: ht
     stage.workers["d1"].script.die_at = 5
     events = await stream(client, presence_penalty=1.0)
     assert events[-1]["error"]["code"] == "not_resumable"
-    assert len(stage.scheduler.places) == 1
+    assert {place.context.attempt for place in stage.scheduler.places} == {0}
 
 
 async def test_prefill_dies_before_the_first_token(stage: Stage, client: httpx.AsyncClient) -> None:
@@ -291,20 +294,23 @@ async def test_a_failed_transfer_goes_to_another_prefill_worker(stage: Stage, cl
     assert stage.scheduler.places[1].exclude == ("p1",)
 
 
-async def test_a_worker_that_is_not_there(stage: Stage, client: httpx.AsyncClient) -> None:
+async def test_a_worker_that_is_not_there() -> None:
     """The scheduler still places on a worker that has gone silent."""
-    await stage.add("d2")
-    await forward(stage, "d2")
-    stage.workers["d1"].script.silent = True
-    assert (await client.post(CHAT, json=body())).status_code == 200
-    assert [place.exclude for place in stage.scheduler.places] == [(), ("d1",)]
-    assert stage.workers["d1"].got(Cancel), "it may have the task after all"
+    settings = msgspec.structs.replace(SETTINGS, accept_s=Settings().accept_s)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
+        await stage.add("d2")
+        await forward(stage, "d2")
+        stage.workers["d1"].script.silent = True
+        assert (await client.post(CHAT, json=body())).status_code == 200
+        first, second, *_ = [place.exclude for place in stage.scheduler.places]
+        assert (first, second) == ((), ("d1",))
+        await stage.wait_for(lambda: stage.workers["d1"].got(Cancel))  # It may have the task after all.
 
 
 async def test_schedulers_that_answer_late_cost_no_request(stage: Stage, client: httpx.AsyncClient) -> None:
     stage.scheduler.answers = [None] * 5
     assert (await client.post(CHAT, json=body())).status_code == 200
-    assert len(stage.scheduler.places) == 6
+    assert len(stage.scheduler.places) >= 6
     stage.scheduler.answers = [None] * 100
     response = await client.post(CHAT, json=body())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
@@ -360,8 +366,8 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-baton-deadline-s": "20"}
     # On a busy machine nothing is sent again: each message once.
-    patient = msgspec.structs.replace(SETTINGS, accept_s=10.0, place_resend_s=10.0, resend_s=10.0, lost_after_s=10.0)
-    async with open_stage(patient) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    patient = msgspec.structs.replace(SETTINGS, place_resend_s=HANG_S, resend_s=HANG_S, lost_after_s=HANG_S)
+    async with open_stage(patient) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say(TEXT)
         assert (await client.post(CHAT, json=body(), headers=headers)).status_code == 200
         await check_clean(stage)
@@ -377,8 +383,10 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
 
 
 async def test_schedulers_learn_the_tenant_the_objective_and_how_long_to_hold() -> None:
-    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), ttft_ms=2000.0)
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    settings = msgspec.structs.replace(
+        SETTINGS, api_keys=("one", "two"), ttft_ms=40_000.0, admission_wait_s=60.0, place_resend_s=HANG_S
+    )
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say("ok")
         for key in ("one", "two", "one"):
             answer = await client.post(CHAT, json=body(), headers={"authorization": f"Bearer {key}"})
@@ -387,15 +395,17 @@ async def test_schedulers_learn_the_tenant_the_objective_and_how_long_to_hold() 
     assert first.tenant == third.tenant == hashlib.sha256(b"one").hexdigest()[:32]
     assert second.tenant == hashlib.sha256(b"two").hexdigest()[:32]
     assert (first.gateway, first.priority) == ("gw-test", PRIORITY_NEW)
-    assert first.hold_s == pytest.approx(SETTINGS.admission_wait_s, abs=1.0)
-    assert -3.0 < first.due_in_s <= 2.0
+    assert 40.0 < first.hold_s <= 60.0
+    assert 20.0 < first.due_in_s <= 40.0
     assert (first.ttft_s, first.tpot_s, first.weight) == (0.0, 0.0, 1.0), "nobody stated an objective"
 
 
 async def test_schedulers_learn_the_objectives_that_headers_and_tenants_state() -> None:
     heavy = Tenant(weight=4.0, ttft_ms=60_000.0, priority=2)
-    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), tenants={tenant_of("one"): heavy})
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    settings = msgspec.structs.replace(
+        SETTINGS, api_keys=("one", "two"), tenants={tenant_of("one"): heavy}, place_resend_s=HANG_S
+    )
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say("ok")
         for headers in ({}, {"x-baton-ttft-ms": "30000", "x-baton-tpot-ms": "5000", "x-baton-priority": "3"}):
             answer = await client.post(CHAT, json=body(), headers={"authorization": "Bearer one", **headers})
@@ -407,7 +417,7 @@ async def test_schedulers_learn_the_objectives_that_headers_and_tenants_state() 
 
 
 async def test_an_attempt_after_a_failure_is_not_refused_by_its_objective() -> None:
-    async with open_stage(SETTINGS) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    async with open_stage(SETTINGS) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say("ok")
         script = stage.workers["d1"].script
         script.refuse = EngineFailed("broken")
@@ -428,7 +438,7 @@ async def test_busy_workers_make_requests_wait_in_turn() -> None:
     patient = msgspec.structs.replace(SETTINGS, admission_wait_s=60.0)
     async with (
         open_scheduled_stage(patient) as stage,
-        httpx.AsyncClient(base_url=stage.base_url, timeout=60.0) as client,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client,
     ):
         worker = stage.workers["d1"]
         worker.script.capacity = 2
@@ -469,11 +479,11 @@ async def post_alone(stage: Stage, fields: dict[str, Any]) -> int:
 
 
 async def test_schedulers_that_do_not_answer_are_not_flooded() -> None:
-    patient = msgspec.structs.replace(SETTINGS, place_resend_s=10.0)
+    patient = msgspec.structs.replace(SETTINGS, place_resend_s=HANG_S)
     limits = httpx.Limits(max_connections=None)
     async with (
         open_stage(patient) as stage,
-        httpx.AsyncClient(base_url=stage.base_url, timeout=60.0, limits=limits) as client,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S, limits=limits) as client,
     ):
         stage.say("ok")
         assert (await client.post(CHAT, json=body())).status_code == 200, "all that it takes is loaded"
@@ -492,11 +502,11 @@ async def test_schedulers_that_do_not_answer_are_not_flooded() -> None:
 
 
 async def test_held_requests_are_bounded() -> None:
-    settings = msgspec.structs.replace(SETTINGS, admission_wait_s=1.0)
+    settings = msgspec.structs.replace(SETTINGS, admission_wait_s=3.0)
     scheduling = SchedulerSettings(disaggregation=Disaggregation.NEVER, held_max=3)
     async with (
         open_scheduled_stage(settings, scheduling) as stage,
-        httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client,
     ):
         stage.workers["d1"].script.capacity = 0
         answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(8)))
@@ -513,7 +523,7 @@ async def test_a_refused_client_is_told_when_its_turn_would_come() -> None:
     settings = msgspec.structs.replace(SETTINGS, admission_wait_s=60.0)
     async with (
         open_scheduled_stage(settings) as stage,
-        httpx.AsyncClient(base_url=stage.base_url, timeout=60.0) as client,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client,
     ):
         stage.say("ok")
         stage.workers["d1"].script.capacity = 0
@@ -534,7 +544,7 @@ async def test_a_refused_client_is_told_when_its_turn_would_come() -> None:
 async def test_requests_in_progress_are_bounded() -> None:
     async with open_stage(msgspec.structs.replace(SETTINGS, requests_max=2)) as stage:
         stage.workers["d1"].script.stall_at = 0
-        async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
             held = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(2)]
             await stage.wait_for(lambda: len(stage.gateway.routes) == 2)
             assert (await client.post(CHAT, json=body())).status_code == 429
@@ -599,9 +609,9 @@ async def test_a_stalled_reader_slows_no_other_and_is_cut_off() -> None:
             head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
             await loop.sock_sendall(stalled, head + payload)
             await stage.wait_for(lambda: len(decode.attempts) == 24)
-            async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+            async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
                 assert text_of(await stream(client, max_tokens=len(stage.answer))) == TEXT
-            await stage.wait_for(lambda: not decode.attempts and not stage.gateway.routes, timeout_s=15.0)
+            await stage.wait_for(lambda: not decode.attempts and not stage.gateway.routes)
             assert len(decode.got(Cancel)) == 24
             received = b""
             while part := await loop.sock_recv(stalled, 1 << 20):
@@ -611,7 +621,7 @@ async def test_a_stalled_reader_slows_no_other_and_is_cut_off() -> None:
 
 async def test_a_reader_that_stalls_below_the_limit_is_cut_off_after_a_while() -> None:
     settings = msgspec.structs.replace(SETTINGS, progress_s=60.0, send_timeout_s=1.0)
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         stage.say(TEXT, ends=False)
         decode = stage.workers["d1"]
         # Far fewer tokens than may stay unread, in more bytes than the stalled client's kernel takes.
@@ -627,7 +637,7 @@ async def test_a_reader_that_stalls_below_the_limit_is_cut_off_after_a_while() -
                 head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
                 await loop.sock_sendall(stalled, head + payload)
                 await stage.wait_for(lambda: len(decode.attempts) == 2)
-                await stage.wait_for(lambda: len(decode.attempts) == 1, timeout_s=15.0)
+                await stage.wait_for(lambda: len(decode.attempts) == 1)
             assert reading.status_code == 200
             assert len(stage.gateway.routes) == 1, "who reads may wait for more"
         await check_clean(stage)

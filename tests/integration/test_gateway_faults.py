@@ -18,6 +18,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.workers import Goodbye
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage
+from tests.harness.limits import HANG_S
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as opened:
         yield opened
 
 
@@ -77,7 +78,7 @@ async def test_an_attempt_on_a_worker_that_stands_still_goes_elsewhere() -> None
         await stage.add("d2")
         await forward(stage, "d2")
         stage.workers["d1"].script.stall_at = 0
-        async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
             answers = await asyncio.gather(*(client.post(CHAT, json=BODY) for _ in range(4)))
         assert [answer.status_code for answer in answers] == [200] * 4
         assert stage.workers["d1"].got(DecodeTask)

@@ -13,6 +13,7 @@ from baton_gateway.config import Settings
 from baton.errors import Overloaded
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 from tests.integration.test_openai_errors import error_of
 
 CHAT = "/v1/chat/completions"
@@ -24,7 +25,7 @@ COMMENT = ": keep-alive"
 async def serving(**settings: Any) -> AsyncGenerator[tuple[Stage, httpx.AsyncClient]]:
     async with open_stage(Settings(port=0, admission_wait_s=0.2, **settings)) as stage:
         stage.say("jumps over")
-        async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0, verify=False) as client:
+        async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
             yield stage, client
 
 
@@ -68,9 +69,11 @@ async def test_a_stream_that_flows_gets_none() -> None:
     async with serving(stream_keep_alive_s=2.0) as (stage, client):
         stage.say("on and on " * 40, ends=False)
         stage.workers["d1"].script.interval_s = 0.02
-        answer = await client.post(CHAT, json={**HI, "max_tokens": 150})
-    assert COMMENT not in answer.text
-    assert answer.text.endswith("data: [DONE]\n\n")
+        texts: list[str] = []
+        while not texts or (COMMENT in texts[-1] and len(texts) < 5):  # A busy machine makes a pause itself.
+            texts.append((await client.post(CHAT, json={**HI, "max_tokens": 150})).text)
+    assert COMMENT not in texts[-1]
+    assert texts[-1].endswith("data: [DONE]\n\n")
 
 
 async def test_a_refusal_before_the_first_comment_is_a_status() -> None:

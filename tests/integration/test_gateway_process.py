@@ -19,9 +19,8 @@ from baton.messages.attempts import Cancel, DecodeTask, PrefillTask
 from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.process import TEXT, actors, gateway, spawn, until_refused, wait_ready
+from tests.harness.limits import HANG_S
 from tests.harness.servers import start_nats
-
-pytestmark = pytest.mark.timeout(90)  # Starting a process takes seconds, and more on a busy machine.
 
 
 async def test_the_sdk_over_processes_and_nats(nats_url: str) -> None:
@@ -49,7 +48,7 @@ async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:
         cast.workers["d1"].script.interval_s = 0.05
         process, url = await stack.enter_async_context(gateway(nats_url))
         await wait_ready(url)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
         async with client.stream(
             "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 20}
         ) as response:
@@ -59,17 +58,17 @@ async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:
             await until_refused(url)
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
 
 
 async def test_while_it_closes_a_gateway_is_not_ready_but_serves_and_ends_connections(nats_url: str) -> None:
     """A draining gateway reports it at /ready, so that a proxy sees it, and still serves requests."""
     async with AsyncExitStack() as stack:
         cast = await stack.enter_async_context(actors(nats_url))
-        process, url = await stack.enter_async_context(gateway(nats_url, "--drain-delay-s", "3"))
+        process, url = await stack.enter_async_context(gateway(nats_url, "--drain-delay-s", "60"))
         await wait_ready(url)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
-        idle = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
+        idle = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
         assert "connection" not in (await client.get("/health")).headers
         assert (await idle.get("/health")).status_code == 200
         process.send_signal(signal.SIGTERM)
@@ -79,7 +78,8 @@ async def test_while_it_closes_a_gateway_is_not_ready_but_serves_and_ends_connec
         body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
         answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        process.send_signal(signal.SIGTERM)  # The second one ends the delay.
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
         with pytest.raises(httpx.TransportError):
             await idle.get("/health")
         assert not cast.workers["d1"].attempts
@@ -92,14 +92,14 @@ async def test_a_second_signal_ends_a_gateway_at_once_and_tells_the_workers(nats
         decode.script.stall_at = 2
         process, url = await stack.enter_async_context(gateway(nats_url, "--drain-s", "60"))
         await wait_ready(url)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
         request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}))
         await cast.wait_for(lambda: decode.got(DecodeTask))
         process.send_signal(signal.SIGTERM)
         await until_refused(url)
         assert process.returncode is None
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
         await cast.wait_for(lambda: decode.got(Cancel))
         await asyncio.wait([request])
 
@@ -111,12 +111,12 @@ async def test_a_stream_beyond_the_drain_budget_is_cancelled(nats_url: str) -> N
         decode.script.stall_at = 2
         process, url = await stack.enter_async_context(gateway(nats_url, "--drain-s", "1"))
         await wait_ready(url)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
         request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}))
         await cast.wait_for(lambda: decode.got(DecodeTask))
         process.send_signal(signal.SIGTERM)
         await cast.wait_for(lambda: decode.got(Cancel))
-        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
         answer = await request
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
@@ -125,8 +125,8 @@ async def test_a_new_gateway_knows_the_workers_before_it_answers(nats_url: str) 
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(actors(nats_url))
         _, url = await stack.enter_async_context(gateway(nats_url))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30.0))
-        async with asyncio.timeout(60.0):
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
+        async with asyncio.timeout(HANG_S):
             while True:
                 try:
                     first = await client.get("/v1/models")
@@ -142,7 +142,7 @@ async def test_nats_goes_away_and_comes_back() -> None:
             await stack.enter_async_context(actors(server.url))
             _, url = await stack.enter_async_context(gateway(server.url))
             await wait_ready(url)
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
             body = {"model": MODEL, "prompt": "x"}
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             server.kill()
@@ -163,7 +163,7 @@ async def test_a_bus_that_stays_away_is_a_typed_error() -> None:
             await stack.enter_async_context(actors(server.url))
             _, url = await stack.enter_async_context(gateway(server.url, "--admission-wait-s", "1"))
             await wait_ready(url)
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
             server.kill()
             refused = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
             assert refused.status_code == 503
@@ -175,7 +175,7 @@ async def test_a_port_in_use_is_one_sentence(nats_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = await spawn("--nats-url", nats_url, "--port", str(port))
-        _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+        _, errors = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == 1
     assert errors.decode() == f"baton-gateway: port {port} is in use: choose another one with --port\n"
 
@@ -193,7 +193,7 @@ async def test_a_port_in_use_is_one_sentence(nats_url: str) -> None:
 )
 async def test_bad_settings_are_one_sentence(flags: tuple[str, ...], status: int, named: str, tmp_path: Path) -> None:
     process = await spawn(*flags, *(() if "--port" in flags else ("--port", "0")))
-    _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    _, errors = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == status
     sentence = errors.decode().splitlines()[-1]
     assert sentence.startswith("baton-gateway: ")

@@ -20,8 +20,7 @@ from baton.cli.trace import ask
 from baton.messages.attempts import Cancel, DecodeTask
 from tests.harness.gateway.actors import MODEL, Actors, Worker
 from tests.harness.gateway.process import actors, gateway, spawn, wait_ready
-
-pytestmark = pytest.mark.timeout(120)  # Starting processes takes seconds, and more on a busy machine.
+from tests.harness.limits import HANG_S
 
 TOKENS = 60
 SLOW_S = 0.5
@@ -40,7 +39,7 @@ class Stream:
     async def read(self, url: str) -> None:
         body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60.0) as client,
+            httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             client.stream("POST", "/v1/completions", json=body) as response,
         ):
             async for line in response.aiter_lines():
@@ -89,7 +88,7 @@ class World:
         """Open a stream, and wait for its first token."""
         stream = Stream()
         reading = self.group.create_task(_forgive(stream.read(self.url)))
-        await asyncio.wait_for(stream.began.wait(), 30.0)
+        await asyncio.wait_for(stream.began.wait(), HANG_S)
         return stream, reading
 
     async def streams_on(self, pids: Sequence[int]) -> dict[int, list[tuple[Stream, asyncio.Task[None]]]]:
@@ -103,10 +102,10 @@ class World:
         raise AssertionError(f"after {STREAMS_MAX} connections, only these serve: {list(found)} of {pids}")
 
     async def until(self, condition: Callable[[], object]) -> None:
-        await self.cast.wait_for(condition, 60.0)
+        await self.cast.wait_for(condition)
 
     async def ask(self) -> int:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=HANG_S) as client:
             return (await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})).status_code
 
 
@@ -185,7 +184,7 @@ async def test_sigterm_drains_both(nats_url: str) -> None:
         world.worker.script.interval_s = 0.0
         await asyncio.gather(*(reading for each in streams.values() for _, reading in each))
         assert all(stream.is_whole for each in streams.values() for stream, _ in each)
-        assert await asyncio.wait_for(world.process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(world.process.wait(), HANG_S) == 0
         assert not any(process.is_running() for process in processes)
 
 
@@ -218,7 +217,7 @@ async def test_sigterm_during_a_restart_in_turn_cuts_no_stream(nats_url: str) ->
         world.worker.script.interval_s = 0.0
         await asyncio.gather(*(reading for each in streams.values() for _, reading in each))
         assert all(stream.is_whole for each in streams.values() for stream, _ in each)
-        assert await asyncio.wait_for(world.process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(world.process.wait(), HANG_S) == 0
 
 
 @pytest.mark.nightly
@@ -231,7 +230,7 @@ async def test_a_second_signal_ends_both_at_once_and_tells_the_workers(nats_url:
         await world.until(lambda: world.log.count("answers, 30 s at most") == 2)
         assert not world.worker.got(Cancel)
         world.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(world.process.wait(), 30.0) == 0
+        assert await asyncio.wait_for(world.process.wait(), HANG_S) == 0
         await world.until(lambda: len(world.worker.got(Cancel)) == sum(map(len, streams.values())))
 
 
@@ -255,7 +254,7 @@ async def test_processes_end_with_their_parent_however_it_ends(nats_url: str) ->
 )
 async def test_bad_values_are_one_sentence(flags: tuple[str, ...], status: int, sentence: str) -> None:
     process = await spawn("--port", "0", *flags)
-    _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    _, errors = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == status
     assert sentence in errors.decode().splitlines()[-1]
     assert "Traceback" not in errors.decode()
@@ -266,6 +265,6 @@ async def test_a_port_in_use_is_one_sentence(taken_by_sharing: bool) -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=taken_by_sharing) as taken:
         port = taken.getsockname()[1]
         process = await spawn("--port", str(port), "--processes", "2")
-        _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+        _, errors = await asyncio.wait_for(process.communicate(), HANG_S)
     assert process.returncode == 1
     assert errors.decode().splitlines()[-1] == f"baton-gateway: port {port} is in use: choose another one with --port"

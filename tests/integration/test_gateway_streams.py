@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 from tests.harness.nodes import living
 
 TCP_INFO_BYTES: Final = 192
@@ -141,7 +142,7 @@ async def test_a_part_belongs_to_the_response_of_its_request() -> None:
                 host, port = listener.getsockname()
                 reader, writer = await asyncio.open_connection(host, port)
                 writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\nGET /b HTTP/1.1\r\nhost: x\r\n\r\n")
-                got = await asyncio.wait_for(reader.readuntil(b"/b end\r\n0\r\n\r\n"), 5.0)
+                got = await asyncio.wait_for(reader.readuntil(b"/b end\r\n0\r\n\r\n"), HANG_S)
                 writer.close()
                 async with httpx.AsyncClient() as client:
                     whole = await client.get(f"http://{host}:{port}/c")
@@ -157,7 +158,7 @@ async def test_head_and_events_of_one_frame_are_one_write() -> None:
         host, port = stage.base_url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        got = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10.0)
+        got = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), HANG_S)
         info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         writer.close()
     assert b'"text":"ok"' in got

@@ -15,6 +15,7 @@ from baton.messages.codec import decode, encode
 from baton.messages.traces import SpanRecord, TracePage
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage
+from tests.harness.limits import HANG_S
 from tests.harness.telemetry import Trace, TracedSpan
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
 
 async def ask(stage: Stage, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, **fields}
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
         return await client.post(CHAT, json=body, headers=headers)
 
 
@@ -97,7 +98,7 @@ async def test_a_request_is_one_tree_with_current_conventions(stage: Stage) -> N
     assert {"baton.predicted.ttft_s", "baton.predicted.cached_tokens"} <= placed.keys()
     ttft_s = attempt.attributes["baton.ttft_s"]
     assert isinstance(ttft_s, float)
-    assert 0 < ttft_s < 5
+    assert ttft_s > 0
     assert "baton.cached_tokens" in attempt.attributes
 
 

@@ -15,6 +15,7 @@ import pytest
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -28,7 +29,7 @@ PATIENT = ("--admission-wait-s", "200", "--accept-s", "5", "--lost-after-s", "10
 async def held(cluster: Cluster, *schedulers: str) -> int:
     """Return how many requests these schedulers hold."""
     count = 0.0
-    async with httpx.AsyncClient(timeout=60.0) as client:
+    async with httpx.AsyncClient(timeout=HANG_S) as client:
         for name in schedulers:
             shown = (await client.get(f"http://{cluster.status_address(name)}/metrics")).text
             count += sum(map(float, re.findall(r"^baton_held_requests\S* (\S+)$", shown, re.MULTILINE)))
@@ -81,7 +82,7 @@ async def test_a_thousand_held_requests_outlive_their_scheduler(tmp_path: Path, 
         await cluster.start_worker(Role.DECODE, "decode-0", "--slots", str(SLOTS), options=ENGINE)
         await cluster.wait_ready()
         blockers = [asyncio.create_task(occupy(cluster)) for _ in range(SLOTS)]
-        await cluster.observer.until(lambda: cluster.observer.heartbeats["decode-0"].running == SLOTS, timeout_s=60.0)
+        await cluster.observer.until(lambda: cluster.observer.heartbeats["decode-0"].running == SLOTS)
         answers = [asyncio.create_task(post(cluster, number)) for number in range(REQUESTS)]
         await wait_held(cluster, answers, *SCHEDULERS)
         assert await held(cluster, "scheduler") > REQUESTS / 10, "both take part"

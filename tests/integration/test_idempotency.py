@@ -15,6 +15,7 @@ from baton.messages.attempts import Cancel, DecodeTask
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.responses import with_store
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -30,7 +31,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, verify=False, timeout=30.0) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, verify=False, timeout=HANG_S) as opened:
         yield opened
 
 

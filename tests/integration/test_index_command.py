@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 
 PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12
 REQUESTS = 4
@@ -40,7 +40,7 @@ async def first_report(cluster: Cluster, *arguments: str) -> dict[str, Any]:
 
 async def report_when(cluster: Cluster, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Return the first report on the prompt that satisfies the condition."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not holds(report := await first_report(cluster, "--prompt", PROMPT)):
             pass
     return report
@@ -53,7 +53,6 @@ def has_heard_all(report: dict[str, Any]) -> bool:
     return agree and found >= 0.9 * (REQUESTS - 1) * 32 * report["held"].get("p", 0) > 0
 
 
-@pytest.mark.timeout(120)
 async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path, model: Path) -> None:
     async with running_cluster(tmp_path, model=model) as cluster:
         # What each worker holds is known of every request, on a busy machine too.
@@ -63,7 +62,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         await cluster.start_worker(Role.PREFILL, "p")
         await cluster.start_worker(Role.DECODE, "d")
         await cluster.wait_ready()
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
             (await client.post("/v1/completions", json=body)).raise_for_status()
             # Hits on stored blocks are predicted from then on.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 from baton_gateway.config import Settings
 from baton_gateway.intake_messages import LARGE_BYTES
 from baton_gateway.intake_pool import BEGINNING_BYTES, ProcessPool
@@ -23,8 +22,7 @@ from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.gateway.stub_intake import COMMAND, TOKENS
 from tests.harness.heartbeats import MODEL_DIGEST
-
-pytestmark = pytest.mark.timeout(60)  # Each test starts processes.
+from tests.harness.limits import HANG_S
 
 LONG = 5_000
 COMPLETIONS = "/v1/completions"
@@ -52,7 +50,7 @@ class Rig:
         """Send a prompt, and wait until a process works on it."""
         at_work = self.at_work()
         task = group.create_task(self.post(prompt, chars=chars))
-        await self.stage.wait_for(lambda: self.at_work() > at_work, 20.0)
+        await self.stage.wait_for(lambda: self.at_work() > at_work)
         return task
 
     def at_work(self) -> int:
@@ -73,10 +71,10 @@ async def rig(
         )
         stage = await stack.enter_async_context(open_stage(settings or Settings(port=0), pool))
         stage.say("ok")
-        client = httpx.AsyncClient(base_url=stage.base_url, timeout=30.0)
+        client = httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S)
         opened = Rig(stage, pool, await stack.enter_async_context(client))
         # The first model is loaded in both places; until then there is no process to look at.
-        await stage.wait_for(lambda: stage.models.known(str(stage.model_path), MODEL_DIGEST), 20.0)
+        await stage.wait_for(lambda: stage.models.known(str(stage.model_path), MODEL_DIGEST))
         yield opened
 
 
@@ -121,7 +119,7 @@ async def test_a_client_that_leaves_costs_no_process(tmp_path: Path) -> None:
         leaving = await opened.occupy(group, f"until {tmp_path}/done")
         (process,) = opened.processes()
         # A process that has only parsed the body by then would be free at once.
-        await opened.stage.wait_for((tmp_path / "done.begun").exists, 20.0)
+        await opened.stage.wait_for((tmp_path / "done.begun").exists)
         leaving.cancel()
         next_one = group.create_task(opened.post("hello"))
         await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
@@ -177,7 +175,7 @@ async def test_a_tenants_bodies_leave_room_for_those_of_another() -> None:
     settings = Settings(port=0, api_keys=("greedy", "other"), bodies_bytes_max=6 * LARGE_BYTES)
     async with rig(settings, waiting_bytes_max=4 * LONG) as opened, asyncio.TaskGroup() as group:
         hanging = group.create_task(opened.post("hang", key="greedy"))
-        await opened.stage.wait_for(lambda: opened.at_work() == 1, 20.0)
+        await opened.stage.wait_for(lambda: opened.at_work() == 1)
         posts = [group.create_task(opened.post("hello", key="greedy"))]
         await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
         refused = await opened.post("hello", key="greedy")
@@ -233,6 +231,6 @@ async def test_processes_end_with_their_gateway_even_at_work() -> None:
     finally:
         owner.kill()
         await owner.wait()
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(HANG_S):
         while is_alive(process):  # noqa: ASYNC110  Nothing tells of the end of another process's child.
             await asyncio.sleep(0.05)

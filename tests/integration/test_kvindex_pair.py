@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -22,9 +21,8 @@ from baton.messages.placement import Disaggregation, Place, Placement
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.index.services import WRITES, Pair, running_pair, said, until
 from tests.harness.index.worker import Worker, chain, until_held, working
+from tests.harness.limits import HANG_S
 from tests.harness.nodes import living, make_node
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @asynccontextmanager
@@ -66,15 +64,13 @@ async def test_the_other_index_writes_on_when_the_writer_is_killed(pair: Pair) -
 
 async def test_a_writer_that_slept_is_refused_by_redis(pair: Pair) -> None:
     """The old writer trusts its lease for longer than the other one waits, so only Redis can refuse it."""
-    first = await pair.start("--writer-ttl-s", "8", "--write-interval-s", "0.3")
+    first = await pair.start("--writer-ttl-s", "60", "--write-interval-s", "0.3")
     await until(lambda: said(first, WRITES))
     second = await pair.start("--writer-ttl-s", "3")
     async with storing(pair):
         await pair.until_written(lambda blocks: len(blocks) > 20)
         first.signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
         await until(lambda: said(second, WRITES))
-        assert time.monotonic() - stopped_s < 6.0
         first.signal(signal.SIGCONT)
         await until(lambda: said(first, "a late write was refused"))
     await pair.assert_true()
@@ -124,7 +120,7 @@ async def placing(pair: Pair) -> AsyncGenerator[None]:
 
 async def until_known(pair: Pair, place: Place) -> None:
     """Wait until the scheduler knows the worker, and both indexes know its blocks."""
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(HANG_S):
         known = 0
         while known < 5:
             with suppress(BatonError):

@@ -87,7 +87,7 @@ async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str
         await until_held(bus, worker, "a", 1)
         await worker.store("ab", lost=True)
         await until_held(bus, worker, "ab", 2)
-        assert service.reconciler.counters.resyncs[ResyncReason.BEHIND] == 1
+        assert service.reconciler.counters.resyncs[ResyncReason.BEHIND] >= 1
 
 
 @pytest.mark.parametrize("phantom", [False, True])

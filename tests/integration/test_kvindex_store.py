@@ -16,6 +16,7 @@ from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced
 from baton.clock import SystemClock
 from baton.errors import ConfigurationError, StoreUnavailable
 from tests.harness.index.worker import Saved, load_all
+from tests.harness.limits import HANG_S
 from tests.harness.servers import start_redis
 
 STATE = WorkerState(generation=2, model_digest="digest", sequence=7)
@@ -188,7 +189,7 @@ async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() 
         await store.claim(1)
         await store.write(batch, 1)
         server.pause()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(StoreUnavailable, match="no answer in time"):
                 await store.write(batch, 1)
         server.resume()

@@ -21,8 +21,7 @@ from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.lending import IN_TURN, Lending, Loan, Said
-
-pytestmark = pytest.mark.timeout(120)
+from tests.harness.limits import HANG_S
 
 BLOCK_BYTES = 32 * 512
 ENGINE = {
@@ -80,7 +79,7 @@ async def check_told(cluster: Cluster, loan: Loan) -> None:
     lender, borrower = loan.first.worker, loan.second.worker
     fits = cluster.observer.heartbeats
     await cluster.observer.until(lambda: lender in {fit.peer for fit in fits[borrower].transfers})
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not (records := json.loads(await baton(cluster, "explain", "--json", loan.second.request))["attempts"]):
             pass
     decision = records[0]["decisions"][0]
@@ -112,15 +111,19 @@ async def test_a_worker_answers_from_a_prefix_that_only_another_one_computed(len
     check_borrowed(loan)
     await check_told(lending.cluster, loan)
     async with asyncio.TaskGroup() as group:
-        answers = [group.create_task(lending.ask(f"busy {n}: " + "so busy " * 50, output_tokens=600)) for n in range(4)]
+        answers = [
+            group.create_task(lending.ask(f"busy {n}: " + "so busy " * 50, output_tokens=3000)) for n in range(4)
+        ]
         check_borrowed(await lending.borrow())
         assert not all(answer.done() for answer in answers), "the lender was busy"
+        for answer in answers:
+            answer.cancel()
 
 
 @pytest.mark.nightly
 async def test_what_was_borrowed_is_lent_on(cluster: Cluster) -> None:
     """Each worker adds a part to the prompt; of two lenders the one with the longer prefix is asked."""
-    async with started(cluster, "decode-0", "decode-1", "decode-2") as lending, asyncio.timeout(60):
+    async with started(cluster, "decode-0", "decode-1", "decode-2") as lending, asyncio.timeout(HANG_S):
         while True:
             prompt, said = "", list[Said]()
             for _ in range(3):
@@ -137,20 +140,24 @@ async def test_what_was_borrowed_is_lent_on(cluster: Cluster) -> None:
 async def test_a_prompt_goes_on_from_what_is_left_of_it_when_prefill_dies(cluster: Cluster) -> None:
     """A decode worker has the prompt's beginning. Prefill borrows it and dies; the next one borrows it again."""
     async with started(cluster, "decode-0", "prefill-0", "prefill-1") as lending:
-        begin = lending.prompt()
-        prompt = begin + "and it goes on " * 400
-        await lending.computed(begin)
-        before = {name: await lending.figures(name) for name in ("prefill-0", "prefill-1")}
-        answer = asyncio.create_task(lending.ask(prompt, mode="always"))
-        killed = await cluster.observer.worker_in(Role.PREFILL, AttemptState.COMPUTING, AttemptState.HELD)
-        cluster.services[killed].signal(signal.SIGKILL)
-        said = await answer
-        (other,) = before.keys() - {killed}
-        now = await lending.figures(other)
-        begin_tokens = now["borrowed"] - before[other]["borrowed"]
-        assert begin_tokens > 0
-        assert now["computed"] - before[other]["computed"] == said.prompt_tokens - begin_tokens
-        assert said.text == (await lending.ask(prompt)).text
+        begin_tokens = 0.0
+        while not begin_tokens:  # On a busy machine a loan may come too late.
+            begin = lending.prompt()
+            prompt = begin + "and it goes on " * 400
+            await lending.computed(begin)
+            before = {name: await lending.figures(name) for name in ("prefill-0", "prefill-1")}
+            answer = asyncio.create_task(lending.ask(prompt, mode="always"))
+            killed = await cluster.observer.worker_in(Role.PREFILL, AttemptState.COMPUTING, AttemptState.HELD)
+            cluster.services[killed].signal(signal.SIGKILL)
+            said = await answer
+            (other,) = before.keys() - {killed}
+            now = await lending.figures(other)
+            begin_tokens = now["borrowed"] - before[other]["borrowed"]
+            assert now["computed"] - before[other]["computed"] == said.prompt_tokens - begin_tokens
+            assert said.text == (await lending.ask(prompt)).text
+            await cluster.services.pop(killed).end()
+            await cluster.start_worker(Role.PREFILL, killed, "--digest-s", "0.1", options=ENGINE)
+            await cluster.wait_ready()
 
 
 async def test_a_lender_that_is_gone_or_silent_costs_time_and_no_token(lending: Lending) -> None:

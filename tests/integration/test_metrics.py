@@ -23,6 +23,7 @@ from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from baton.telemetry import catalogue
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 from tests.harness.servers import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus
 
 pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
@@ -57,7 +58,7 @@ class Watched:
 
     async def until(self, expression: str, holds: Callable[[list[float]], bool]) -> None:
         """Wait until the values that the expression has had satisfy `holds`."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(HANG_S):
             while not holds(await self.prometheus.values(expression, since_s=self.since_s)):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
 
@@ -87,7 +88,7 @@ def watch(cluster: Cluster, prometheus: Prometheus) -> None:
 
 
 async def ask(cluster: Cluster, prompt: str, *, tokens: int = 24, chat: bool = False, **more: Any) -> int:
-    async with httpx.AsyncClient(base_url=cluster.url, headers=AUTHORIZED, timeout=60.0) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, headers=AUTHORIZED, timeout=HANG_S) as client:
         said = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body = {"model": "tiny", "max_tokens": tokens, "temperature": 0, **said, **more}
@@ -102,12 +103,14 @@ async def work_and_fail(cluster: Cluster) -> None:
     # Twice the capacity of two decode workers with four slots each.
     assert set(await asyncio.gather(*(ask(cluster, f"{number} {STORY}") for number in range(16)))) == {200}
     # Killed while it pulls, it leaves a lease behind.
-    bereft = asyncio.create_task(ask(cluster, f"new {STORY} {STORY}"))
-    victim = await cluster.observer.worker_in(Role.DECODE, AttemptState.PULLING)
+    _, bereft, victim = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.PULLING, ask=lambda number: ask(cluster, f"new {number} {STORY} {STORY}")
+    )
     cluster.services[victim].signal(signal.SIGKILL)
     assert await bereft == 200
-    given_up = asyncio.create_task(ask(cluster, STORY, tokens=400, stream=True))
-    await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    _, given_up, _ = await cluster.observer.caught_in(
+        Role.DECODE, AttemptState.RUNNING, ask=lambda _: ask(cluster, STORY, tokens=400, stream=True)
+    )
     given_up.cancel()
 
 
@@ -193,7 +196,7 @@ async def test_what_is_declared_is_what_services_show(watched: Watched) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_points_of_latency_lead_to_traces(watched: Watched) -> None:
     name, traces = "gen_ai_server_time_to_first_token_seconds_bucket", set[str]()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_S):
         while not traces:
             data = await watched.prometheus.ask("query_exemplars", query=name, start=watched.since_s, end=time.time())
             traces = {exemplar["labels"]["trace_id"] for series in data for exemplar in series["exemplars"]}

@@ -18,6 +18,7 @@ from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Ov
 from baton.messages.attempts import DecodeTask
 from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -41,7 +42,7 @@ async def impatient() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0, verify=False) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S, verify=False) as opened:
         yield opened
 
 

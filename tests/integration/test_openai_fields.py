@@ -15,6 +15,7 @@ from baton.messages.attempts import DecodeTask
 from baton.messages.base import unpack_tokens
 from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 from tests.integration.test_openai_errors import error_of
 
 CHAT = "/v1/chat/completions"
@@ -33,7 +34,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0, verify=False) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S, verify=False) as opened:
         yield opened
 
 

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import open_stage
+from tests.harness.limits import HANG_S
 
 ROOT: Final = Path(__file__).parents[2]
 SPECIFICATION: Final = ROOT / "tests" / "samples" / "openai" / "openapi.json"
@@ -179,7 +180,7 @@ async def test_requests_of_the_specification(path: str, valid: bool) -> None:
     observed = Observed(path, json.loads(SPECIFICATION.read_text()))
     async with open_stage(Settings(port=0, admission_wait_s=0.3)) as stage:
         stage.say("the quick brown fox")
-        with httpx.Client(base_url=stage.base_url, timeout=30, verify=False) as client:
+        with httpx.Client(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
 
             def send(body: Any) -> httpx.Response:
                 # As schemathesis would: half surrogates and infinite numbers, too, reach the server.

@@ -47,7 +47,6 @@ async def ask(cluster: Cluster, **parameters: object) -> str:
     return worker
 
 
-@pytest.mark.timeout(60)
 async def test_a_request_goes_to_the_engines_that_take_it(cluster: Cluster) -> None:
     assert {await ask(cluster, colour={"any": 1}) for _ in range(4)} == {"decode-slow"}
     assert {await ask(cluster, mode="slow", colour=2) for _ in range(4)} == {"decode-slow"}

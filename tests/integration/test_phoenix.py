@@ -159,6 +159,10 @@ async def test_phoenix_shows_a_request_as_one_tree_also_after_a_killed_worker(
     cluster: Cluster, phoenix: Phoenix
 ) -> None:
     await start_all(cluster, prefill=1, decode=2)
-    check_whole(await stored(phoenix, await ask(cluster), "prefill", "decode"))
+    whole = await stored(phoenix, await ask(cluster), "prefill", "decode")
+    check_whole(whole)
     struck = await ask_while_decode_is_killed(cluster, prompt="another " * 300)
-    check_retried(await stored(phoenix, struck, "decode", after_kill=True))
+    retried = await stored(phoenix, struck, "decode", after_kill=True)
+    check_retried(retried)
+    assert whole.is_accounted_for()
+    assert retried.is_accounted_for()

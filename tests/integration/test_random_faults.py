@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--seconds", "30", "--every-s", "3"], id="random"),
+        pytest.param(["--seconds", "30", "--every-s", "3", "--equal-s", "60"], id="random"),
         pytest.param(["--each"], id="each", marks=pytest.mark.nightly),
     ],
 )

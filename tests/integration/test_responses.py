@@ -36,7 +36,6 @@ TOOLS: list[Any] = [
 Pair = tuple[Stage, openai.AsyncOpenAI]
 
 # The first use of the SDK's types builds them, for seconds of processor time.
-pytestmark = pytest.mark.timeout(60)
 
 
 @asynccontextmanager

@@ -8,14 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import pytest
 
 from baton.bus import Delivery
 from baton.messages.attempts import Cancel, DecodeTask
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
-
-pytestmark = pytest.mark.timeout(120)
+from tests.harness.limits import HANG_S
 
 WORKERS = 3
 SLOTS = 8
@@ -76,7 +74,7 @@ async def test_two_schedulers_place_under_load_without_loss_or_double(tmp_path: 
         assert cluster.bus is not None
         await cluster.bus.subscribe("baton.worker.*.task", tasks.see)
         limits = httpx.Limits(max_connections=AT_ONCE)
-        async with httpx.AsyncClient(base_url=cluster.url, limits=limits, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, limits=limits, timeout=HANG_S) as client:
             answers = await asyncio.gather(*(ask(client, number) for number in range(REQUESTS)))
         longest: dict[int, str] = {}
         for number, text in enumerate(answers):

@@ -23,10 +23,10 @@ from baton.messages.index import BlocksStored, KvEvents
 from baton.messages.placement import Disaggregation, Place, Placement
 from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
+from tests.harness.limits import HANG_S
 from tests.harness.servers import start_nats, start_redis
 
 # Python processes start slowly on a busy machine, and these tests start several.
-pytestmark = pytest.mark.timeout(60)
 
 BLOCKS = os.urandom(16 * 8)
 
@@ -38,7 +38,7 @@ async def process(folder: Path, module: str, *flags: str) -> AsyncGenerator[asyn
     with log_path.open("wb") as log:
         started = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *flags, stdout=log, stderr=log)
     try:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(HANG_S):
             while started.returncode is None:
                 await asyncio.sleep(0.05)
                 if b" answers" in await asyncio.to_thread(log_path.read_bytes):
@@ -46,7 +46,7 @@ async def process(folder: Path, module: str, *flags: str) -> AsyncGenerator[asyn
         yield started
         if started.returncode is None:
             started.terminate()
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(HANG_S):
                 assert await started.wait() == 0, log_path.read_text()
     finally:
         if started.returncode is None:
@@ -172,7 +172,7 @@ async def test_a_place_goes_to_one_of_several_schedulers_and_indexes(plane: Plan
         await ask_until(plane.bus, indexed=True)
         # A burst fills p2's queue, so others take part: what counts is that all are placed, most with the index. Of a
         # machine that stands still for a moment another one is asked.
-        async with asyncio.timeout(15.0):
+        async with asyncio.timeout(HANG_S):
             hinted = 0
             while hinted <= 25:
                 placements = await asyncio.gather(*(ask(plane.bus, uuid4().hex) for _ in range(50)))

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import httpx
 import nats
-import pytest
 from nats.aio.msg import Msg
 
 from baton.cli.servers import free_port
@@ -25,9 +24,8 @@ from baton.redis import RedisConnection
 from tests.harness.cluster import running_cluster
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.process import actors, gateway, wait_ready
+from tests.harness.limits import HANG_S
 from tests.harness.servers import start_redis
-
-pytestmark = pytest.mark.timeout(120)  # Starting processes takes seconds, and more on a busy machine.
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12
@@ -71,7 +69,7 @@ async def post(
 
 
 async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not holds():  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.05)
 
@@ -94,7 +92,7 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         for name, output in logs.items():
             own = ("--without-redis", name, "--status-port", str(ports[name]))
             _, url = await stack.enter_async_context(gateway(nats_url, *flags, *own, output=output))
-            clients[name] = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30.0))
+            clients[name] = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
         for client in clients.values():
             await wait_ready(str(client.base_url))
 
@@ -112,7 +110,7 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         assert 6 <= statuses[200] <= 6 + refilled
         assert all(1 <= int(each.headers["retry-after"]) <= 10 for each in answers if each.status_code == 429)
         usage: dict[str, int] = {}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while usage.get("requests") != statuses[200]:
                 usage = (await keys.list())["limited"]["usage"]
         tokens = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
@@ -133,7 +131,7 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
 
         # And returns: both enforce again, by themselves.
         redis.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while {(await post(client, limited)).status_code for client in clients.values()} != {429}:
                 pass
         for name in logs:
@@ -143,7 +141,7 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         # Revocation reaches both.
         status, said = await keys.run("revoke", (await keys.list())["free"]["id"])
         assert status == 0, said
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while {(await post(client, free)).status_code for client in clients.values()} != {401}:
                 pass
 
@@ -178,7 +176,7 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
         one, two = await keys.create("one"), await keys.create("two", "--tokens-per-minute", "100000")
         shared = [await keys.create(name, "--allow", "share-prefix-cache") for name in ("three", "four")]
 
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=cluster.url, timeout=30.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S))
 
         async def cached(key: str) -> int:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}

@@ -21,6 +21,7 @@ from baton.messages.attempts import DecodeTask
 from baton.redis import RedisConnection
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.limits import HANG_S
 from tests.integration.test_openai_errors import error_of
 
 CHAT = "/v1/chat/completions"
@@ -35,7 +36,7 @@ class World:
     def __init__(self, stage: Stage, store: RedisTenantStore) -> None:
         self.stage = stage
         self.store = store
-        self.client = httpx.AsyncClient(base_url=stage.base_url, timeout=15.0)
+        self.client = httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S)
 
     async def new_key(self, tenant: str = "acme", **rights: Any) -> str:
         key, _ = await create(self.store, tenant=tenant, rights=Tenant(**rights))
@@ -83,7 +84,7 @@ async def test_a_key_opens_the_gateway_until_it_is_revoked(world: World) -> None
         assert error_of(refused, 401, "invalid_api_key")["type"] == "authentication_error"
         assert refused.headers["www-authenticate"] == "Bearer"
     await revoke(world.store, key_id(digest_of(key)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while (await world.post(key)).status_code == 200:
             pass
     error_of(await world.post(key), 401, "invalid_api_key")
@@ -149,7 +150,7 @@ async def test_tokens_per_minute_are_reserved_and_settled(world: World) -> None:
 
 
 async def until_used(world: World, key: str, expected: Usage) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while (await world.usage(key)) != expected:  # noqa: ASYNC110 - Redis tells nobody.
             await asyncio.sleep(0.02)
 
@@ -161,7 +162,7 @@ async def test_a_refused_stream_is_a_plain_error_and_a_running_one_is_counted(wo
     assert whole.text.endswith("data: [DONE]\n\n")
     refused = await world.post(key, stream=True, n=2, max_tokens=1000)
     error_of(refused, 429, "rate_limit_exceeded")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while (await world.usage(key)).output_tokens == 0:  # noqa: ASYNC110 - Redis tells nobody.
             await asyncio.sleep(0.02)
     assert (await world.usage(key)).requests == 1

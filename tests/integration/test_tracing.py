@@ -16,7 +16,9 @@ import pytest
 
 from baton.cli.servers import free_port
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.limits import HANG_S
 from tests.harness.telemetry import (
+    STORY,
     Answer,
     Collector,
     Trace,
@@ -70,14 +72,18 @@ async def baton_trace(cluster: Cluster, *arguments: str, **environ: str) -> tupl
     return process.returncode or 0, out.decode(), errors.decode()
 
 
-@pytest.mark.timeout(120)
 async def test_a_request_is_one_tree_through_all_services_also_after_a_killed_worker(
     cluster: Cluster, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_traces(monkeypatch, collector.url)
     await start_all(cluster, prefill=1, decode=2)
-    whole = await collected(collector, await ask(cluster), "prefill", "decode")
-    check_whole(whole)
+    for number in range(5):
+        whole = await collected(collector, await ask(cluster, prompt=f"{number} {STORY}"), "prefill", "decode")
+        check_whole(whole)
+        if whole.is_accounted_for():
+            break  # A busy machine may stop between two stages, now and then.
+    else:
+        raise AssertionError("no trace accounts for the time of its request")
     assert {span.service for span in whole.spans.values()} == {
         *("baton-gateway", "baton-scheduler", "baton-kvindex", "baton-prefill", "baton-decode"),
     }
@@ -89,7 +95,6 @@ async def test_a_request_is_one_tree_through_all_services_also_after_a_killed_wo
     assert again.links == (failed.span,)
 
 
-@pytest.mark.timeout(120)
 async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster) -> None:
     await start_all(cluster, prefill=1, decode=2)
     answer = await ask_while_decode_is_killed(cluster, prompt="a story " * 300)
@@ -101,7 +106,7 @@ async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster
 
     names = [answer.request_id, (await as_json())["trace"], json.loads(answer.text.split("\n")[0][6:])["id"]]
     shown = by_trace = by_answer = ""
-    async with asyncio.timeout(30):  # The last spans may still be on their way to those who keep them.
+    async with asyncio.timeout(HANG_S):  # The last spans may still be on their way to those who keep them.
         while not shown == by_trace == by_answer != "":
             shown, by_trace, by_answer = [(await baton_trace(cluster, name, COLUMNS="120"))[1] for name in names]
     assert "\x1b" not in shown, "no colour where output is not a terminal"
@@ -117,7 +122,6 @@ async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster
     assert root["name"] == "chat tiny"
 
 
-@pytest.mark.timeout(60)
 async def test_baton_trace_of_what_is_unknown_malformed_or_out_of_reach_is_one_sentence(cluster: Cluster) -> None:
     nobody = await baton_trace(cluster, "some-id")
     await cluster.start("kvindex", "baton_kvindex", "--redis-url", cluster.redis_url)
@@ -143,7 +147,6 @@ async def test_baton_trace_of_what_is_unknown_malformed_or_out_of_reach_is_one_s
         assert errors.count("\n") == 1, errors
 
 
-@pytest.mark.timeout(120)
 async def test_of_unsampled_requests_the_failed_are_exported_by_every_service(
     cluster: Cluster, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +160,6 @@ async def test_of_unsampled_requests_the_failed_are_exported_by_every_service(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(120)
 async def test_a_collector_that_is_down_loses_traces_and_nothing_else(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
 from tests.contract.peer_process import Peer
 from tests.contract.transfer_rig import KEY, LAYERS, SINK_BLOCKS, SOURCE_BLOCKS, TOKENS, Fabric, Node, wait_until
+from tests.harness.limits import HANG_S
 
 WAYS = ("cuda-ipc", "cuda-put", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
 every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma", "cuda-ipc on a GPU", "cuda-put on a GPU"])
@@ -60,7 +61,7 @@ def backends_of(backend: str) -> tuple[str, ...]:
 
 
 def pull(sink: Node, endpoint: str) -> None:
-    sink.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
+    sink.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=HANG_S)
 
 
 def segments() -> list[str]:
@@ -90,7 +91,7 @@ def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: 
     peer.ready(0)
     node.wait(EventKind.PULL_PROGRESS)
     peer.kill()
-    failed = node.wait_end(KEY, 3.0)
+    failed = node.wait_end(KEY)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.UNREACHABLE)
     assert node.agent.stats().pulls == 0
 
@@ -102,7 +103,7 @@ def test_a_stopped_source_is_noticed(node: Node, start_peer: StartPeer, backend:
     peer.ready(0)
     node.wait(EventKind.PULL_PROGRESS)
     peer.signal(signal.SIGSTOP)
-    failed = node.wait_end(KEY, 3.0)
+    failed = node.wait_end(KEY)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.STALLED)
 
 
@@ -140,7 +141,7 @@ def test_a_source_that_was_given_up_is_told_when_it_is_back(
     pull(sink, peer.endpoint)
     assert sink.wait_end(KEY).cause == Cause.UNREACHABLE
     peer.signal(signal.SIGCONT)
-    wait_until(lambda: peer.leases() == 0, 5.0)
+    wait_until(lambda: peer.leases() == 0)
     sink.close()
 
 
@@ -152,7 +153,7 @@ def test_the_lease_of_a_dead_sink_expires(node: Node, start_peer: StartPeer, bac
     node.agent.post_ready(KEY, 1, 0, TOKENS)
     wait_until(lambda: node.agent.stats().served_bytes > 0)
     peer.signal(end)
-    ended = node.wait(EventKind.LEASE_ENDED, timeout_s=3.0)
+    ended = node.wait(EventKind.LEASE_ENDED)
     assert ended.cause == Cause.EXPIRED
     assert node.agent.stats().leased_blocks == 0
 
@@ -165,12 +166,12 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: Start
     peer.ready(0)
     node.wait(EventKind.PULL_PROGRESS)
     peer.signal(signal.SIGSTOP)
-    node.wait_end(KEY, 3.0)
+    node.wait_end(KEY)
     peer.signal(signal.SIGCONT)
     other = lease_key("request", 1)
     peer.tell("lease", other.hex(), ",".join(map(str, SOURCE_BLOCKS)), 4)
     peer.tell("ready", other.hex(), -1, TOKENS)
-    node.agent.pull(other, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    node.agent.pull(other, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=HANG_S)
     assert node.wait_end(other).kind == EventKind.PULL_DONE
     assert node.holds(SINK_BLOCKS, seed=4)
 
@@ -211,7 +212,7 @@ def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -
     sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm",))))
     peer = start_peer("tcp")
     pull(sink, peer.endpoint)
-    failed = sink.wait_end(KEY, 3.0)
+    failed = sink.wait_end(KEY)
     sink.agent.close()
     assert failed.cause == Cause.REFUSED
     assert "'shm'" in failed.detail and "'tcp'" in failed.detail

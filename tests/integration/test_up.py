@@ -18,8 +18,8 @@ from openai import OpenAI
 from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
 from tests.harness.launcher import Launcher, launched, up_command
+from tests.harness.limits import HANG_S
 
-END_TIMEOUT_S = 20.0
 TOKENS = 100
 """Two seconds of output: more than a busy machine takes to pass a token on."""
 PROCESSES = 8
@@ -28,7 +28,7 @@ PROCESSES = 8
 pytestmark = pytest.mark.timeout(300)
 
 
-def assert_gone(processes: list[psutil.Process], timeout_s: float = END_TIMEOUT_S) -> None:
+def assert_gone(processes: list[psutil.Process], timeout_s: float = HANG_S) -> None:
     assert processes, "there was nothing to end"
     _, alive = psutil.wait_procs(processes, timeout_s)
     assert not alive, f"still there: {[process.cmdline() for process in alive]}"
@@ -49,31 +49,37 @@ def launcher(folder: Path) -> Generator[Launcher]:
 
 
 def test_openais_sdk_streams_token_by_token(launcher: Launcher) -> None:
-    arrivals_s: list[float] = []
-    text = ""
     with OpenAI(base_url=f"http://127.0.0.1:{launcher.port}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
-        stream = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "Hello!"}],
-            max_tokens=TOKENS,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        usage = None
-        for chunk in stream:
-            usage = chunk.usage or usage
-            if chunk.choices and chunk.choices[0].delta.content:
-                arrivals_s.append(time.monotonic())
-                text += chunk.choices[0].delta.content
-    assert text
+        # A busy machine may stop this process for as long as an answer takes, now and then.
+        for _ in range(5):
+            arrivals_s = read_stream(client)
+            middle_s = arrivals_s[len(arrivals_s) // 2]
+            if arrivals_s[0] + 0.1 < middle_s < arrivals_s[-1] - 0.1:
+                return
+    raise AssertionError("tokens do not come as they are made, 20 ms apart")
+
+
+def read_stream(client: OpenAI) -> list[float]:
+    """Return the instants at which the pieces of an answer came."""
+    arrivals_s: list[float] = []
+    usage = None
+    for chunk in client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello!"}],
+        max_tokens=TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    ):
+        usage = chunk.usage or usage
+        if chunk.choices and chunk.choices[0].delta.content:
+            arrivals_s.append(time.monotonic())
     assert usage is not None
     assert usage.completion_tokens == TOKENS
     # A few tokens are halves of a character, which come with the next one; on the whole each comes alone.
     assert len(arrivals_s) >= 0.6 * TOKENS
-    middle_s = arrivals_s[len(arrivals_s) // 2]
-    assert arrivals_s[0] + 0.1 < middle_s < arrivals_s[-1] - 0.1, "they came as they were made: 20 ms apart"
+    return arrivals_s
 
 
 def test_the_printed_curl_works(launcher: Launcher) -> None:
@@ -81,7 +87,7 @@ def test_the_printed_curl_works(launcher: Launcher) -> None:
     start = next(index for index, line in enumerate(lines) if line.strip().startswith("curl -N"))
     end = next(index for index in range(start, len(lines)) if lines[index].endswith("}'"))
     answer = subprocess.run(
-        ["sh", "-c", "\n".join(lines[start : end + 1])], capture_output=True, text=True, timeout=15, check=True
+        ["sh", "-c", "\n".join(lines[start : end + 1])], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert answer.stdout.count("data: ") > 5
     assert answer.stdout.rstrip().endswith("data: [DONE]")
@@ -119,7 +125,9 @@ def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:
 
 
 def test_a_second_one_on_the_same_port_says_so(launcher: Launcher, folder: Path) -> None:
-    answer = subprocess.run(up_command(folder, launcher.port), capture_output=True, text=True, timeout=30, check=False)
+    answer = subprocess.run(
+        up_command(folder, launcher.port), capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert answer.returncode == 2
     assert answer.stderr == (
         f"baton: port {launcher.port} is in use on 127.0.0.1: end what listens there, "
@@ -132,8 +140,8 @@ def test_ctrl_c_ends_everything(folder: Path) -> None:
         children = launcher.descendants()
         assert len(children) == PROCESSES
         launcher.process.send_signal(signal.SIGINT)
-        assert launcher.process.wait(END_TIMEOUT_S) == 0, launcher.output
-        assert_gone(children, timeout_s=1.0)
+        assert launcher.process.wait(HANG_S) == 0, launcher.output
+        assert_gone(children)
         with closing(socket.create_server(("127.0.0.1", launcher.port))):
             pass
 
@@ -147,7 +155,7 @@ def test_ctrl_c_lets_a_short_answer_finish(folder: Path) -> None:
             launcher.process.send_signal(signal.SIGINT)
             finish = [choice.finish_reason for chunk in stream for choice in chunk.choices]
         assert finish[-1] == "length"
-        assert launcher.process.wait(END_TIMEOUT_S) == 0, launcher.output
+        assert launcher.process.wait(HANG_S) == 0, launcher.output
         assert "the gateway finishes what streams" in launcher.output
 
 
@@ -156,7 +164,7 @@ def test_kill_9_leaves_nothing_behind(folder: Path) -> None:
         children = launcher.descendants()
         assert len(children) >= PROCESSES + 2, "a second gateway and the parent of both"
         launcher.process.kill()
-        assert_gone(children, timeout_s=5.0)
+        assert_gone(children)
 
 
 def test_with_its_parent_killed_it_ends_itself(folder: Path) -> None:
@@ -171,7 +179,7 @@ def test_with_its_parent_killed_it_ends_itself(folder: Path) -> None:
 def test_an_engine_that_does_not_start_is_one_sentence(folder: Path) -> None:
     port = free_port()
     command = up_command(folder, port, "--engine-options", '{"blockz": 7}')
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1, answer.stderr
     assert "prefill-0 did not start" in answer.stderr
@@ -183,7 +191,7 @@ def test_an_engine_that_does_not_start_is_one_sentence(folder: Path) -> None:
 
 def test_servers_that_do_not_answer_are_one_sentence(folder: Path) -> None:
     command = up_command(folder, free_port(), "--nats-url", f"nats://127.0.0.1:{free_port()}")
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=dict(os.environ))
     assert answer.returncode == 1
     assert answer.stderr.count("\n") == 1, answer.stderr
     assert "cannot be reached" in answer.stderr

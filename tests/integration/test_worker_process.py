@@ -36,6 +36,7 @@ from baton.messages.base import Context, pack_tokens, unpack_tokens
 from baton.messages.codec import AnyMessage
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
+from tests.harness.limits import HANG_S
 from tests.harness.servers import Server, start_nats
 
 PROMPT = [5 + (position * 7919) % 300 for position in range(200)]
@@ -106,7 +107,7 @@ class Gateway:
                 await self.bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway=self.name))
             await asyncio.sleep(0.3)
 
-    async def until(self, condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], *, timeout_s: float = HANG_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
@@ -121,7 +122,7 @@ class Gateway:
     def output(self, request: str) -> list[int]:
         return [token for _, token in sorted(self.outputs.get(request, {}).items())]
 
-    async def until_free(self, *workers: str, timeout_s: float = 10.0) -> None:
+    async def until_free(self, *workers: str, timeout_s: float = HANG_S) -> None:
         """Wait for heartbeats, newer than this call, of workers that hold nothing."""
         before = dict(self.heartbeats)
 
@@ -196,7 +197,7 @@ async def open_gateway(url: str, *workers: str) -> AsyncGenerator[Gateway]:
     await bus.subscribe(subjects.gateway(gateway.name), gateway.hear)
     beating = asyncio.create_task(gateway.beat())
     try:
-        await gateway.until(lambda: set(workers) <= gateway.heartbeats.keys(), timeout_s=15.0)
+        await gateway.until(lambda: set(workers) <= gateway.heartbeats.keys())
         yield gateway
     finally:
         beating.cancel()
@@ -247,7 +248,7 @@ async def test_a_cancel_in_any_state_frees_both_sides(gateway: Gateway, worker: 
     await gateway.until(lambda: gateway.states.get((worker, request)) is state)
     for name in ("p0", "d0"):
         await gateway.tell(name, Cancel(context=context(request)))
-    await gateway.until_free("p0", "d0", timeout_s=5.0)
+    await gateway.until_free("p0", "d0")
     refusals = await asyncio.gather(
         gateway.ask("p0", prefill_task(gateway, request)), gateway.ask("d0", decode_task(gateway, request))
     )
@@ -279,7 +280,7 @@ async def test_what_belongs_to_a_silent_gateway_is_aborted(gateway: Gateway) -> 
     await start_attempt(gateway, "silent", tokens=1000)
     await gateway.until(lambda: gateway.states.get(("d0", "silent")) is AttemptState.RUNNING)
     gateway.beats = False
-    await gateway.until_free("p0", "d0", timeout_s=4.0)
+    await gateway.until_free("p0", "d0")
     assert "silent" not in gateway.ends
     gateway.beats = True
 
@@ -361,7 +362,7 @@ async def test_kill_9_leaves_no_child_and_the_next_start_has_a_higher_generation
             gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 3.0)
             assert not alive, gone
             with worker_process(tmp_path / "second", *arguments):
-                await gateway.until(lambda: gateway.heartbeats["dies"].address.generation > first, timeout_s=15.0)
+                await gateway.until(lambda: gateway.heartbeats["dies"].address.generation > first)
 
 
 async def test_a_worker_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
@@ -390,7 +391,11 @@ async def test_a_worker_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
 )
 def test_a_start_that_cannot_be_ends_with_one_sentence(server: Server, flags: list[str], sentence: str) -> None:
     done = subprocess.run(
-        [*command(Role.DECODE, server.url, "wrong"), *flags], capture_output=True, text=True, timeout=18, check=False
+        [*command(Role.DECODE, server.url, "wrong"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
     )
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]

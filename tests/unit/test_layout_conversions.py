@@ -25,7 +25,6 @@ from baton.transfer.layout import (
 from tests.harness.transfer import Cache
 
 # Many examples, on machines that do other things too.
-pytestmark = pytest.mark.timeout(120)
 
 BLOCK_TOKENS = (1, 16, 32, 64, 128)
 SHAPES = tuple(

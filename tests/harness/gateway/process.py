@@ -13,6 +13,7 @@ from baton.bus import NatsBus
 from baton.cli.servers import free_port
 from baton.clock import SystemClock
 from tests.harness.gateway.actors import Actors
+from tests.harness.limits import HANG_S
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
@@ -66,7 +67,7 @@ async def actors(nats_url: str) -> AsyncGenerator[Actors]:
 
 
 async def wait_ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60.0):
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(HANG_S):
         while True:
             try:
                 if (await client.get("/ready")).status_code == 200:
@@ -80,6 +81,6 @@ async def until_refused(url: str) -> None:
     """Wait until the gateway takes no new connections."""
     with suppress(httpx.NetworkError, httpx.RemoteProtocolError):
         while True:
-            async with httpx.AsyncClient(base_url=url, verify=False, timeout=30.0) as client:
+            async with httpx.AsyncClient(base_url=url, verify=False, timeout=HANG_S) as client:
                 await client.get("/health")
             await asyncio.sleep(0.01)

@@ -21,6 +21,7 @@ from baton.node.service import serve
 from baton.stop import Stop
 from tests.harness.cluster import Service
 from tests.harness.index.worker import Worker, match, working, written
+from tests.harness.limits import HANG_S
 from tests.harness.nodes import make_node
 from tests.harness.servers import Server, start_nats, start_redis
 
@@ -55,7 +56,7 @@ class Pair:
 
     async def until_written(self, condition: Callable[[dict[bytes, bytes]], bool]) -> None:
         """Wait until the worker's entries in Redis satisfy `condition`."""
-        async with asyncio.timeout(15.0):
+        async with asyncio.timeout(HANG_S):
             while True:
                 if condition((await written(self.redis.url, PREFIX, self.worker))[Tier.DEVICE]):
                     return
@@ -75,7 +76,7 @@ def said(service: Service, words: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(HANG_S):
         while True:
             if condition():
                 return

@@ -32,6 +32,7 @@ from baton.messages.index import (
 )
 from baton.messages.workers import Fingerprint, Heartbeat, Role
 from tests.harness.heartbeats import MODEL_DIGEST, heartbeat
+from tests.harness.limits import HANG_S
 
 MODEL = MODEL_DIGEST
 
@@ -175,11 +176,13 @@ async def working(bus: Bus, kind: type[Worker] = Worker) -> AsyncGenerator[Worke
         await subscription.unsubscribe()
 
 
-async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str, int] | None:
-    """Query the index as the scheduler does; None while no index answers."""
-    message = Match(context=Context(request="r", budget_s=1.0), model_digest=model_digest, blocks=blocks)
+async def match(
+    bus: Bus, blocks: bytes, model_digest: str = MODEL, *, timeout_s: float = HANG_S
+) -> dict[str, int] | None:
+    """Query the index as the scheduler does; None: no index answered."""
+    message = Match(context=Context(request="r", budget_s=timeout_s), model_digest=model_digest, blocks=blocks)
     try:
-        answer = await bus.request(subjects.MATCH, message, timeout_s=1.0)
+        answer = await bus.request(subjects.MATCH, message, timeout_s=timeout_s)
     except (Unavailable, DeadlineExceeded):
         return None
     assert isinstance(answer, Matched), answer
@@ -188,9 +191,9 @@ async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str,
 
 async def until_held(bus: Bus, worker: Worker, path: str, count: int) -> None:
     """Wait until the index reports that the worker holds `count` leading blocks of `path`."""
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(HANG_S):
         while True:
-            held = await match(bus, chain(path))
+            held = await match(bus, chain(path), timeout_s=1.0)
             if held is not None and held.get(worker.name, 0) == count:
                 return
             await asyncio.sleep(0.02)
