@@ -114,7 +114,7 @@ class BatonScheduler(Scheduler):
                 copies = self.make_copies(described.device)
                 agent = StagedAgent(agent, copies, slots, pool_bytes=pool_bytes, stream=self._stream)
             agent.set_pool(described)
-            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout, staged=slots > 0)
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
             kv_pool = self._kv_pool(described, rank, place, setup) if pool_bytes else None
             self.handoffs = Handoffs(self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots)
@@ -187,7 +187,7 @@ class BatonScheduler(Scheduler):
             has_file=file is not None,
         )
         sharing = None if staged is None else staged.copier
-        lending = HandoffRank(agent, replace(place, staged=False))
+        lending = HandoffRank(agent, place)
         pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
         return SglangPool(self.tree_cache, scheduler, pool_rank, setup.model_digest)
 

@@ -347,7 +347,6 @@ class BatonConnector(KVConnectorBase_V1):
             rank=get_tensor_model_parallel_rank(),
             size=ranks,
             layout=read_layout(pool.layout) if pool.layout else None,
-            staged=self._staging_slots > 0,
         )
         self._rank = HandoffRank(agent, place)
         if self._pool_bytes:
@@ -376,7 +375,7 @@ class BatonConnector(KVConnectorBase_V1):
         if file is not None:
             self._rank.watch(file.fileno())
         sharing = None if staged is None else staged.copier
-        lending = HandoffRank(agent, replace(place, staged=False))
+        lending = HandoffRank(agent, place)
         self._pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
 
     def _open_file(self, pool: KvPool, place: RankPlace) -> FileTier | None:
