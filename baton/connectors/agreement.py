@@ -9,18 +9,34 @@ transfer, the ranks take the minimum of their votes, and each acts on that alone
     the time           in milliseconds       for decisions on deadlines: ranks are processes of one host
 
 The transfers themselves are listed by what was agreed before, so the lists are equal on all ranks.
+
+What ranks' KV pools have done has no fixed list: it is gathered whole, in the steps in which some rank has news.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from baton.connectors.link import LendPrefix
+from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.rank import RankResults
 
 Vote = Callable[[list[int]], list[int]]
 """Returns the minimum over all ranks, for each place of a list. All ranks call it with lists of one length."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNews:
+    """What one rank's KV pool has done, and what it is asked for, since the last step in which this was gathered."""
+
+    progress: PoolProgress | None
+    asked: tuple[LendPrefix, ...] = ()
+
+
+Gather = Callable[[PoolNews], Sequence[PoolNews]]
+"""Returns the news of all ranks, by rank. All ranks call it in the same step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +84,34 @@ class RankAgreement:
         here.failed.difference_update(received)
         here.sent.difference_update(sent)
         return AgreedResults(received, failed, sent)
+
+
+class PoolAgreement:
+    """Gives the KV pool's schedulers on all ranks the same news in the same step, so that they decide alike."""
+
+    def __init__(self, vote: Vote = list[int], gather: Gather = lambda news: (news,)) -> None:
+        """Without arguments, for one rank."""
+        self._vote = vote
+        self._gather = gather
+        self._asked: dict[bytes, LendPrefix] = {}
+        """Orders to lend that have reached this rank, and perhaps not all others."""
+
+    def ask(self, order: LendPrefix) -> None:
+        """Note an order, which comes to each rank at its own time."""
+        self._asked[order.key] = order
+
+    def settle(self, progress: PoolProgress | None) -> tuple[PoolProgress | None, tuple[LendPrefix, ...]]:
+        """Return what all ranks have done, and the orders that have reached all of them. Called in each step."""
+        (is_quiet,) = self._vote([int(progress is None and not self._asked)])
+        if is_quiet:
+            return None, ()
+        news = self._gather(PoolNews(progress, tuple(self._asked.values())))
+        joined: PoolProgress | None = None
+        for each in news:
+            if each.progress is not None:
+                joined = each.progress if joined is None else joined.joined(each.progress)
+        everywhere = set[bytes].intersection(*({order.key for order in each.asked} for each in news))
+        orders = tuple(order for order in news[0].asked if order.key in everywhere)
+        for order in orders:
+            del self._asked[order.key]
+        return joined, orders

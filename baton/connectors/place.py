@@ -17,8 +17,6 @@ class RankPlace:
     size: int = 1
     layout: Layout | None = None
     """KV layout; None requires equal tensor-parallel sizes."""
-    staged: bool = False
-    """Whether blocks are copied as a whole, so that heads of theirs cannot come from several peers."""
 
     def readers(self, key: bytes, sink_ranks: int) -> tuple[bytes, ...]:
         """Return the keys of what this rank leases: one for each rank of the sink that reads it, perhaps none."""
@@ -40,8 +38,6 @@ class RankPlace:
         return {rank_key(key, share.source_rank, self.rank): endpoints[share.source_rank] for share in shares}
 
     def _divisible(self, ranks: int) -> Layout:
-        if self.staged:
-            raise ValueError(f"KV is staged here, over {self.size} tensor-parallel ranks, and the peer has {ranks}")
         if self.layout is None or ranks < 1:
             raise ValueError(f"a peer with {ranks} tensor-parallel ranks, but this cache is divided over {self.size}")
         return self.layout

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from baton.connectors.handoff import LeaseStep, PullOutcome, PullStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
-from baton.transfer import AgentStats, Cause, EventKind, PullWatch, TransferAgent, TransferEvent
+from baton.transfer import AgentStats, Cause, EventKind, PullWatch, TransferAgent, TransferEvent, Whole
 
 _log = logging.getLogger(__name__)
 
@@ -188,10 +188,12 @@ class HandoffRank:
         if step.key not in self._leases:
             self._new_lease(step)
         lease = self._leases[step.key]
+        whole = _whole(step.key, lease.generations)
         with self._ending_lease_on_error(step.key):
             for reader, generation in lease.generations.items():
                 if step.opens:
-                    generation = lease.generations[reader] = self.agent.open_lease(reader, tokens=step.tokens)  # noqa: PLW2901
+                    opened = self.agent.open_lease(reader, tokens=step.tokens, whole=whole)
+                    generation = lease.generations[reader] = opened  # noqa: PLW2901
                 if step.blocks:
                     self.agent.extend_lease(reader, generation, step.blocks)
                 if step.ready_after == step.tokens:
@@ -227,6 +229,7 @@ class HandoffRank:
                     tokens=step.tokens,
                     blocks=step.blocks,
                     budget_s=max(step.deadline_s - now_s, 0.0),
+                    whole=_whole(step.key, parts),
                 )
                 self._whole[part] = step.key
                 pull.watches[part] = PullWatch(now_s, endpoint)
@@ -333,3 +336,8 @@ class HandoffRank:
             yield
         except Exception:  # noqa: BLE001
             _log.exception("%s failed at the transfer agent", what)
+
+
+def _whole(key: bytes, parts: Collection[bytes]) -> Whole | None:
+    """Return what several keys of an agent are parts of; None for one, which is the whole."""
+    return Whole(key=key, parts=len(parts)) if len(parts) > 1 else None

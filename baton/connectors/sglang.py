@@ -28,7 +28,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__ as VERSION
 
-from baton.connectors.agreement import RankAgreement
+from baton.connectors.agreement import PoolAgreement, PoolNews, RankAgreement
 from baton.connectors.link import (
     KV_DID_NOT_ARRIVE,
     AskStats,
@@ -114,9 +114,9 @@ class BatonScheduler(Scheduler):
                 copies = self.make_copies(described.device)
                 agent = StagedAgent(agent, copies, slots, pool_bytes=pool_bytes, stream=self._stream)
             agent.set_pool(described)
-            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout, staged=slots > 0)
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
-            kv_pool = self._kv_pool(described, rank, place, setup) if pool_bytes else None
+            kv_pool = self._kv_pool(described, rank, place, setup, pool_bytes) if pool_bytes else None
             self.handoffs = Handoffs(self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots)
             if described.device is None:
                 # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
@@ -145,7 +145,7 @@ class BatonScheduler(Scheduler):
         self._link.tell(opened)
 
     def _pool_bytes(self, setup: Setup) -> int:
-        """Return the size of the KV pool; 0 if there is to be none, or cannot be one."""
+        """Return the size of this rank's part of the KV pool; 0 if there is to be none, or cannot be one."""
         if not setup.kv_pool_bytes:
             return 0
         try:
@@ -153,22 +153,32 @@ class BatonScheduler(Scheduler):
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             return 0
-        if self.tp_size > 1:
-            _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
-            return 0
-        return setup.kv_pool_bytes
+        return setup.kv_pool_bytes // self.tp_size
 
-    def _kv_pool(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup) -> SglangPool | None:
-        """Return the KV pool; None if there is no memory for it."""
+    def _kv_pool(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup, pool_bytes: int) -> SglangPool:
+        """Return the KV pool. If a rank has no memory for its part, the pool never has anything, on all ranks."""
+        scheduler = PoolScheduler(
+            block_tokens=self.page_size,
+            block_bytes=place.size * cache.block_bytes * len(cache.layer_addresses),
+            blocks=cache.blocks,
+            ranks=place.size,
+            has_file=bool(setup.kv_file),
+        )
+        part = self._pool_rank(cache, rank, place, setup, pool_bytes)
+        agreement = PoolAgreement(self._least, self._gather) if place.size > 1 else PoolAgreement()
+        publishes = place.rank == 0
+        return SglangPool(self.tree_cache, scheduler, part, agreement, setup.model_digest, publishes=publishes)
+
+    def _pool_rank(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup, pool_bytes: int) -> PoolRank:
         assert setup.agent is not None
         staged = rank.agent if isinstance(rank.agent, StagedAgent) else None
         try:
-            pool = KvPool(cache, setup.kv_pool_bytes) if staged is None else staged.memory
+            pool = KvPool(cache, pool_bytes) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
-            return None
+            return PoolRank(0, None)
         if not pool.slots:
-            return None
+            return PoolRank(0, None)
         copier = ThreadCopier(pool) if staged is None else staged.copier
         agent = self.make_agent(replace(setup.agent, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         agent.set_pool(pool.pool)
@@ -176,20 +186,12 @@ class BatonScheduler(Scheduler):
             rank.watch(source.fileno())
             if self.idle_sleeper is not None:
                 self.idle_sleeper.poller.register(source.fileno(), zmq.POLLIN)
-        file = open_file(setup.kv_file, setup.kv_file_bytes, pool, RankPlace())
+        file = open_file(setup.kv_file, setup.kv_file_bytes, pool, place)
         if file is not None:
             rank.watch(file.fileno())
-        scheduler = PoolScheduler(
-            block_tokens=self.page_size,
-            block_bytes=cache.block_bytes * len(cache.layer_addresses),
-            blocks=cache.blocks,
-            ranks=1,
-            has_file=file is not None,
-        )
         sharing = None if staged is None else staged.copier
-        lending = HandoffRank(agent, replace(place, staged=False))
-        pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
-        return SglangPool(self.tree_cache, scheduler, pool_rank, setup.model_digest)
+        lending = HandoffRank(agent, place)
+        return PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
 
     def make_agent(self, options: AgentOptions) -> NativeAgent:
         """Return an agent of this process; tests may bring their own."""
@@ -236,9 +238,17 @@ class BatonScheduler(Scheduler):
             return votes
         # Our process knows of each rank's part by the time that the first one acts on what is agreed.
         self._report()
+        return self._least(votes)
+
+    def _least(self, votes: list[int]) -> list[int]:
         tensor = torch.tensor(votes, dtype=torch.int64)
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=self.tp_cpu_group)
         return tensor.tolist()
+
+    def _gather(self, news: PoolNews) -> list[PoolNews]:
+        gathered = [news] * self.tp_size
+        torch.distributed.all_gather_object(gathered, news, group=self.tp_cpu_group)
+        return gathered
 
     def _identity(self, kv: SglangKv, model_digest: str) -> str:
         layout = kv.layout
@@ -281,6 +291,9 @@ class BatonScheduler(Scheduler):
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> Any:
         self._follow_orders()
         failed = self.handoffs.settle() if self.handoffs is not None else ()
+        if self.handoffs is not None and self.handoffs.kv_pool is not None:
+            for key, tokens in self.handoffs.kv_pool.take_lent():
+                self._link.tell(PrefixLent(key=key, tokens=tokens))
         self._report()
         for req in failed:
             reason = {"type": "abort", "message": KV_DID_NOT_ARRIVE}
@@ -321,9 +334,10 @@ class BatonScheduler(Scheduler):
                 case EndLease(key=key) if rank is not None:
                     rank.end_lease(key)
                 case LendPrefix(key=key):
-                    pool = self.handoffs.kv_pool if self.handoffs is not None else None
-                    tokens = pool.lend(key, order.blocks, order.sink_ranks) if pool is not None else 0
-                    self._link.tell(PrefixLent(key=key, tokens=tokens))
+                    if self.handoffs is not None and self.handoffs.kv_pool is not None:
+                        self.handoffs.kv_pool.lend(order)
+                    else:
+                        self._link.tell(PrefixLent(key=key, tokens=0))
                 case SetFaults(faults=faults, rank=wanted) if rank is not None:
                     if wanted in (None, self._tp_rank):
                         rank.agent.set_faults(faults)

@@ -162,6 +162,8 @@ class Handoffs:
             self._decisions.finished(rid, computed=False)
         for rid in results.received:
             self._decisions.pulled(rid)
+            if kv_pool is not None:
+                kv_pool.received(rid)
             pulling = self._pulling.pop(rid)
             if rid in results.failed or pulling.aborted:
                 self._cache.give_up(pulling.arrival)

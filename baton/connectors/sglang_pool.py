@@ -1,7 +1,8 @@
 """The KV pool in SGLang's scheduler process: what is borrowed and promoted before a request is queued, what is saved.
 
-Both parts of the pool are here, the decisions and the copies, since SGLang's scheduler holds the KV itself. The pages
-of a save are locked in the tree until they are copied.
+Both parts of the pool are here, the decisions and the copies, since SGLang's scheduler holds the KV itself. With
+several ranks each decides, and all alike, by news on which they agree. The pages of a save are locked in the tree until
+they are copied.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
-from baton.connectors.link import TOKEN_TIME_PARAMETER
+from baton.connectors.agreement import PoolAgreement
+from baton.connectors.link import TOKEN_TIME_PARAMETER, LendPrefix
 from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
@@ -30,8 +32,21 @@ if TYPE_CHECKING:
 
 
 class SglangPool:
-    def __init__(self, cache: HandoffCache, scheduler: PoolScheduler, rank: PoolRank, model_digest: str) -> None:
+    def __init__(
+        self,
+        cache: HandoffCache,
+        scheduler: PoolScheduler,
+        rank: PoolRank,
+        agreement: PoolAgreement,
+        model_digest: str,
+        *,
+        publishes: bool,
+    ) -> None:
+        """`publishes`: whether this rank's events and reports are taken."""
         self._cache = cache
+        self._agreement = agreement
+        self._publishes = publishes
+        self._lent: list[tuple[bytes, int]] = []
         self._scheduler = scheduler
         self._rank = rank
         self._digest = model_digest
@@ -57,8 +72,14 @@ class SglangPool:
             token_s = float(parameters.get(TOKEN_TIME_PARAMETER, 0.0))
             self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan, token_s, staged_key)
 
-    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
-        return self._scheduler.lend(key, blocks, sink_ranks)
+    def lend(self, order: LendPrefix) -> None:
+        """Take an order to lend, to be carried out once all ranks have it; `take_lent` tells how much is lent."""
+        self._agreement.ask(order)
+
+    def take_lent(self) -> list[tuple[bytes, int]]:
+        """Return the keys and tokens of the loans that were asked for, since the last call."""
+        lent, self._lent = self._lent, []
+        return lent
 
     def may_borrow(self, req: Req) -> bool:
         return self._scheduler.may_borrow(req.rid)
@@ -106,12 +127,23 @@ class SglangPool:
             self._scheduler.finished(rid)
         self._ended.clear()
         self._rank.end(results)
-        if (progress := self._rank.take_progress()) is not None:
+        progress, orders = self._agreement.settle(self._rank.take_progress())
+        if progress is not None:
             for page in self._scheduler.progress(progress):
                 if page in self._locks:
                     self._cache.unlock(self._locks.pop(page))
-        for rid in results.received:
-            self._scheduler.received(rid)
+        for order in orders:
+            tokens = self._scheduler.lend(order.key, order.blocks, order.sink_ranks)
+            self._lent.append((order.key, tokens))
+        if not self._publishes:
+            # Nothing else takes what this rank would tell.
+            self._scheduler.report()
+            for _ in self.take_events():
+                pass
+
+    def received(self, rid: str) -> None:
+        """Note that all that a request waited for has ended on all ranks, promotions included."""
+        self._scheduler.received(rid)
 
     @property
     def slots(self) -> int:

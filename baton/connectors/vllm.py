@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,20 +31,28 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
+from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S, Loan
-from baton.connectors.pool_plan import PoolPlan, PoolProgress
+from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.vllm_kv import read_kv
-from baton.connectors.vllm_pool import ProgressMetadata, VllmPool
+from baton.connectors.vllm_messages import (
+    LOAN_PARAMETER,
+    SETTINGS,
+    TOKEN_TIME_PARAMETER,
+    BatonStats,
+    ConnectorSettings,
+    ProgressMetadata,
+    StepMetadata,
+)
+from baton.connectors.vllm_pool import VllmPool
 from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.pool.copier import Copier, ThreadCopier
-from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
 from baton.pool.slot_queue import staging_slots
 from baton.pool.staging import StagedAgent
@@ -65,87 +73,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-AGENT_SETTING = "agent"
-"""Key in `kv_connector_extra_config` of an `AgentSetting`, or None for an engine that does not hand off."""
-
-DIGEST_SETTING = "model_digest"
-POOL_SETTING = "kv_pool_bytes"
-"""Bytes of the KV pool of all ranks; 0: no pool."""
-STAGING_SETTING = "kv_staging_tokens"
-"""Tokens of hand-offs that are staged at a time, 0 for the default; None: KV is not staged."""
-FILE_SETTING = "kv_file"
-"""Path of the KV pool's file; empty: none."""
-FILE_BYTES_SETTING = "kv_file_bytes"
-TOKEN_TIME_PARAMETER = "computing_token_s"
-"""Key of `EngineRequest.computing_token_s` beside a request's `Handoff`."""
-LOAN_PARAMETER = "loan"
-"""Key of a request's `Loan` beside its `Handoff`, which may be absent."""
-
 HANDED_OFF = (FullAttentionSpec, MLAAttentionSpec)
 """Kinds of caches that keep all blocks of a prompt. Others free those outside of a window, or have states instead."""
-
-
-class AgentSetting:
-    """Agent options on their way through vLLM's configuration, whose text ends up in logs: the secret does not."""
-
-    def __init__(self, options: AgentOptions) -> None:
-        self.options = options
-
-    def __repr__(self) -> str:
-        return "AgentSetting(…)"
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    plan: StepPlan = field(default_factory=StepPlan)
-    pool: PoolPlan = field(default_factory=PoolPlan)
-
-
-class BatonStats(KVConnectorStats):
-    """A `TransferReport` in the form that vLLM carries to the streaming process."""
-
-    @classmethod
-    def of(cls, report: TransferReport) -> BatonStats:
-        return cls(data=msgspec.to_builtins(report, builtin_types=(bytes,)))
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def reduce(self) -> dict[str, int | float]:
-        report = msgspec.convert(self.data, TransferReport)
-        return {"pulls": len(report.pulls), "leases_ended": len(report.leases_ended)}
-
-    def aggregate(self, other: KVConnectorStats) -> BatonStats:
-        """Join the reports of two ranks, or of two steps."""
-        ours, theirs = (msgspec.convert(data, TransferReport) for data in (self.data, other.data))
-        joined = TransferReport(
-            pulls=ours.pulls + theirs.pulls,
-            leases_ended=ours.leases_ended + theirs.leases_ended,
-            leased_blocks=ours.leased_blocks | theirs.leased_blocks,
-            agents=ours.agents | theirs.agents,
-            pool=theirs.pool or ours.pool,
-        )
-        return BatonStats.of(joined)
 
 
 class BatonConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         bind_to_parent()
         super().__init__(vllm_config, role, kv_cache_config)
-        settings: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config
-        setting = settings.get(AGENT_SETTING)
-        self._agent_options = setting.options if isinstance(setting, AgentSetting) else None
-        self._model_digest = str(settings.get(DIGEST_SETTING, ""))
+        self._settings: ConnectorSettings = self._kv_transfer_config.kv_connector_extra_config[SETTINGS]
         self._scheduler: HandoffScheduler | None = None
         self._rank: HandoffRank | None = None
         self._layers: dict[str, int] = {}
         self.kv_block_bytes = 0
         """Size of one block of the cache, all layers of this rank."""
         self.kv_identity = ""
-        self._pool_bytes = int(settings.get(POOL_SETTING, 0))  # pyright: ignore[reportArgumentType]
         self._staging_slots = 0
         """Slots of host memory through which KV is handed off; 0: peers read the cache itself."""
         self._device: int | None = None
@@ -153,7 +95,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Change in the number of open leases that was not told yet, see `RankResults`."""
         self._pool_scheduler: VllmPool | None = None
         self._pool_rank: PoolRank | None = None
-        if self._agent_options is None:
+        if self._settings.agent is None:
             return
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigurationError(
@@ -167,9 +109,9 @@ class BatonConnector(KVConnectorBase_V1):
                 "peer has read them (engine option handoff=false serves it whole)"
             )
         self._block_tokens = block_tokens = vllm_config.cache_config.block_size
-        if settings.get(STAGING_SETTING) is not None:
+        if self._settings.staging_tokens is not None:
             self._staging_slots = staging_slots(
-                int(settings[STAGING_SETTING]),  # pyright: ignore[reportArgumentType]
+                self._settings.staging_tokens,
                 vllm_config.model_config.max_model_len,
                 blocks=kv_cache_config.num_blocks,
                 block_tokens=block_tokens,
@@ -177,7 +119,7 @@ class BatonConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             self._scheduler = HandoffScheduler(block_tokens, staging_slots=self._staging_slots)
-            if self._pool_bytes:
+            if self._settings.kv_pool_bytes:
                 pool = PoolScheduler(
                     block_tokens=block_tokens,
                     block_bytes=ranks
@@ -185,9 +127,9 @@ class BatonConnector(KVConnectorBase_V1):
                     // kv_cache_config.num_blocks,
                     blocks=kv_cache_config.num_blocks,
                     ranks=ranks,
-                    has_file=bool(settings.get(FILE_SETTING)),
+                    has_file=bool(self._settings.kv_file),
                 )
-                self._pool_scheduler = VllmPool(pool, self._model_digest, block_tokens)
+                self._pool_scheduler = VllmPool(pool, self._settings.model_digest, block_tokens)
 
     # ------------------------------------------------------------------ scheduler
 
@@ -323,43 +265,42 @@ class BatonConnector(KVConnectorBase_V1):
         tensors = [kv_caches[name] for name in names]
         blocks = self._kv_cache_config.num_blocks
         self.kv_block_bytes = sum(tensor.nbytes for tensor in tensors) // blocks
-        if self._agent_options is None:
+        if self._settings.agent is None:
             return
-        agent = self.make_agent(self._agent_options)
+        agent = self.make_agent(self._settings.agent)
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         pool = read_kv(
             tensors,
             [self._vllm_config.compilation_config.static_forward_context[name] for name in names],
             self._vllm_config,
             blocks=blocks,
-            model_digest=self._model_digest,
+            model_digest=self._settings.model_digest,
             tp_rank=get_tensor_model_parallel_rank(),
             staged=self._staging_slots > 0,
         )
         self._device = pool.device
         self.kv_identity = pool.fingerprint
         if self._staging_slots:
-            agent = StagedAgent(
-                agent, self.make_copies(), self._staging_slots, pool_bytes=self._pool_bytes // ranks, stream=self.stream
-            )
+            pool_bytes = self._settings.kv_pool_bytes // ranks
+            copies = self.make_copies()
+            agent = StagedAgent(agent, copies, self._staging_slots, pool_bytes=pool_bytes, stream=self.stream)
         agent.set_pool(pool)
         place = RankPlace(
             rank=get_tensor_model_parallel_rank(),
             size=ranks,
             layout=read_layout(pool.layout) if pool.layout else None,
-            staged=self._staging_slots > 0,
         )
         self._rank = HandoffRank(agent, place)
-        if self._pool_bytes:
+        if self._settings.kv_pool_bytes:
             self._start_pool(pool, place)
 
     def _start_pool(self, cache: Pool, place: RankPlace) -> None:
         """Reserve this rank's part of the KV pool. Without that memory the engine serves on without a pool."""
         assert self._rank is not None
-        assert self._agent_options is not None
+        assert self._settings.agent is not None
         staged = self._rank.agent if isinstance(self._rank.agent, StagedAgent) else None
         try:
-            pool = KvPool(cache, self._pool_bytes // place.size) if staged is None else staged.memory
+            pool = KvPool(cache, self._settings.kv_pool_bytes // place.size) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             self._pool_rank = PoolRank(0, None)
@@ -368,26 +309,16 @@ class BatonConnector(KVConnectorBase_V1):
             self._pool_rank = PoolRank(0, None)
             return
         copier = self.make_copier(pool) if staged is None else staged.copier
-        file = self._open_file(pool, place)
-        agent = self.make_agent(replace(self._agent_options, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
+        file = open_file(self._settings.kv_file, self._settings.kv_file_bytes, pool, place)
+        agent = self.make_agent(replace(self._settings.agent, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         agent.set_pool(pool.pool)
         for source in (copier, agent):
             self._rank.watch(source.fileno())
         if file is not None:
             self._rank.watch(file.fileno())
         sharing = None if staged is None else staged.copier
-        lending = HandoffRank(agent, replace(place, staged=False))
+        lending = HandoffRank(agent, place)
         self._pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
-
-    def _open_file(self, pool: KvPool, place: RankPlace) -> FileTier | None:
-        """Open this rank's part of the pool's file; without it the pool goes on alone."""
-        settings: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config
-        return open_file(
-            str(settings.get(FILE_SETTING, "")),
-            int(settings.get(FILE_BYTES_SETTING, 0)),  # pyright: ignore[reportArgumentType]
-            pool,
-            place,
-        )
 
     def make_copies(self) -> CopyEngine:
         """Return the engine that copies between the cache and host memory; tests may bring their own."""

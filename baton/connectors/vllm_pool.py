@@ -11,25 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
-from baton.connectors.pool_plan import PoolPlan, PoolProgress
+from baton.connectors.pool_plan import PoolPlan
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolScheduler
+from baton.connectors.vllm_messages import ProgressMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-
-class ProgressMetadata(KVConnectorWorkerMetadata):
-    """What ranks have done, on its way to the scheduler."""
-
-    def __init__(self, progress: PoolProgress, leases_open: int) -> None:
-        self.progress = progress
-        self.leases_open = leases_open
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, ProgressMetadata)
-        return ProgressMetadata(self.progress.joined(other.progress), self.leases_open + other.leases_open)
 
 
 class VllmPool:

@@ -22,7 +22,8 @@ from baton.errors import TransferFailed
 from baton.pool.block_copies import BlockCopies
 from baton.pool.cells import CellTable
 from baton.pool.copier import CopyEnd, CopyJob
-from baton.pool.staged_flows import StagedLease, StagedPull
+from baton.pool.staged_leases import StagedLease
+from baton.pool.staged_pulls import StagedPull
 from baton.transfer.device import CopyEnded
 
 _log = logging.getLogger(__name__)

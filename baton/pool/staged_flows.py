@@ -1,12 +1,20 @@
-"""What is under way in a `StagedAgent`: leases and pulls, with their slots and copies."""
+"""Leases and pulls under way in a `StagedAgent`, with their slots, and copies in steps."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from baton.transfer import TransferEvent
+from baton.errors import TransferFailed
+from baton.pool.block_copies import BlockCopies
+from baton.pool.slot_queue import SlotQueue
+from baton.transfer import Pool, TransferEvent
+from baton.transfer.device import Copy, CopyEnded
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -19,11 +27,15 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One generation of a lease, or one pull."""
+    """One generation of a lease, or one pull; with all ranks of the peer."""
 
     key: bytes
     blocks: list[int]
     """The cache's blocks; block i is staged in slot i."""
+    granted: Callable[[], None]
+    """Called when the slots asked for are in `slots`."""
+    failed: Callable[[], None]
+    """Called when a copy has failed, with the reason in `failure`."""
     slots: list[int] = field(default_factory=list[int])
     """Cells of host memory."""
     after: int | None = None
@@ -32,48 +44,96 @@ class Flow:
     batches: int = 0
     """Batches of copies under way."""
     over: bool = False
-    last: TransferEvent | None = None
-    """Event of the end, told once no batch is under way."""
+    last: Sequence[TransferEvent] = ()
+    """Events of the end, told once no batch is under way."""
     closed: bool = False
     """Whether that is done, and the slots are free."""
     failure: str = ""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class StagedLease(Flow):
-    generation: int
-    ready: list[int]
-    """Tokens in the cache, by layer."""
-    copied: list[int]
-    """Tokens whose copies were started, by layer."""
-    asked: int = 0
-    """Slots asked for."""
-    leased: int = 0
-    """Slots that peers were told of."""
-    tokens: int = 0
-    """Length of the whole lease; 0: not known yet."""
-    is_staged: bool = False
-    """Whether the copies of all of it were started."""
+class Staging:
+    """Slots and copies of one agent's flows. Not thread-safe: the agent's lock is held in every call."""
 
-    def copied_blocks(self, block_tokens: int) -> dict[int, int]:
-        """Return the cells of blocks that are full and whose copies were started, in all layers."""
-        full = min(self.copied) // block_tokens
-        return dict(zip(self.blocks[:full], self.slots, strict=False))
+    def __init__(
+        self,
+        cache: Pool,
+        layers: int,
+        queue: SlotQueue[Flow],
+        copies: BlockCopies,
+        tell: Callable[[TransferEvent], None],
+    ) -> None:
+        self.layers = layers
+        self.block_tokens = cache.block_tokens
+        self.tell = tell
+        self._blocks = cache.blocks
+        self._tensors_per_layer = len(cache.layer_addresses) // layers
+        self._queue = queue
+        self._copies = copies
 
+    def blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class StagedPull(Flow):
-    endpoint: str
-    first_token: int
-    tokens: int
-    began_s: float
-    deadline_s: float
-    layers: int = 0
-    """Layers whose copies were started."""
-    restarts: int = 0
-    done: TransferEvent | None = None
-    """PULL_DONE, once all KV is in the slots."""
-    started: bool = False
-    """Whether it has its slots, and the peer is asked."""
-    waited_s: float = 0.0
-    """Time in which it waited for slots."""
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        if any(not 0 <= block < self._blocks for block in blocks):
+            raise ValueError(f"a block lies outside the pool of {self._blocks} blocks")
+
+    def ask(self, flow: Flow, slots: int) -> None:
+        """Let a flow wait for more slots. Raises ValueError if there are not as many at all."""
+        self._queue.ask(flow, slots)
+        self._grant()
+
+    def _grant(self) -> None:
+        while granted := self._queue.grant():
+            flow, slots = granted
+            flow.slots += slots
+            flow.granted()
+
+    def copies(self, flow: Flow, blocks: slice, first_layer: int, end_layer: int, *, to_device: bool) -> list[Copy]:
+        """Return the copies of some layers of a flow's blocks, to or from its slots."""
+        tensors = range(first_layer * self._tensors_per_layer, end_layer * self._tensors_per_layer)
+        return list(self._copies.between(flow.blocks[blocks], flow.slots[blocks], tensors, to_device=to_device))
+
+    def submit(self, flow: Flow, copies: Sequence[Copy], then: Callable[[], None]) -> None:
+        """Start copies; call `then` once they and all before them have ended, unless the flow fails or is over."""
+        step = Step(then)
+        flow.steps.append(step)
+        try:
+            for ticket in self._copies.submit(copies, after=flow.after, ended=partial(self._copied, flow, step)):
+                step.tickets.add(ticket)
+                flow.batches += 1
+        except (TransferFailed, ValueError) as error:
+            self._fail(flow, str(error))
+        self._advance(flow)
+
+    def end(self, flow: Flow, *last: TransferEvent) -> None:
+        """Let nothing new begin; tell `last` and free the slots once no copy is under way."""
+        flow.over, flow.last = True, last
+        flow.steps.clear()
+        if self._queue.leave(flow):
+            self._grant()
+        self._advance(flow)
+
+    def _advance(self, flow: Flow) -> None:
+        while flow.steps and not flow.steps[0].tickets:
+            flow.steps.popleft().then()
+        if flow.over and not flow.batches and not flow.closed:
+            flow.closed = True
+            for event in flow.last:
+                self.tell(event)
+            self._queue.give_back(flow.slots)
+            self._grant()
+
+    def _copied(self, flow: Flow, step: Step, ended: CopyEnded) -> None:
+        flow.batches -= 1
+        step.tickets.discard(ended.ticket)
+        if ended.failure:
+            self._fail(flow, ended.failure)
+        self._advance(flow)
+
+    def _fail(self, flow: Flow, reason: str) -> None:
+        if flow.over or flow.failure:
+            return
+        _log.error("a hand-off's copy failed: %s", reason)
+        flow.failure = reason
+        flow.steps.clear()
+        flow.failed()

@@ -36,7 +36,7 @@ from baton.transfer.native_values import (
     natural,
     transfer_event,
 )
-from baton.transfer.protocol import AgentOptions, AgentStats, Pool, TransferEvent, TransferFaults
+from baton.transfer.protocol import AgentOptions, AgentStats, Pool, TransferEvent, TransferFaults, Whole
 
 BACKEND: Final = "memory"
 _FRAME_LENGTH_BYTES: Final = 4
@@ -200,7 +200,9 @@ class MemoryAgent:
             )
             self.pool, self._layout_pool = pool, layout_pool
 
-    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(
+        self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None, whole: Whole | None = None
+    ) -> int:
         with self._fabric.changed:
             self._command(core.OpenLease(checked_key(key), -1.0 if unclaimed_ttl_s is None else unclaimed_ttl_s))
             return self._core.generation(key)
@@ -218,7 +220,15 @@ class MemoryAgent:
         self._command(core.RevokeLease(checked_key(key), final))
 
     def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+        self,
+        key: bytes,
+        endpoint: str,
+        *,
+        first_token: int,
+        tokens: int,
+        blocks: Sequence[int],
+        budget_s: float,
+        whole: Whole | None = None,
     ) -> None:
         first_token, tokens = natural("first_token", first_token), natural("tokens", tokens)
         self._command(core.StartPull(checked_key(key), endpoint, first_token, tokens, block_indexes(blocks), budget_s))

@@ -27,6 +27,7 @@ from baton.transfer.protocol import (
     SharedMemory,
     TransferEvent,
     TransferFaults,
+    Whole,
 )
 
 _log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class NativeAgent:
                 pool.layout,
             )
 
-    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(
+        self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None, whole: Whole | None = None
+    ) -> int:
         with _typed_failure():
             return self._agent.open_lease(checked_key(key), -1.0 if unclaimed_ttl_s is None else unclaimed_ttl_s)
 
@@ -119,7 +122,15 @@ class NativeAgent:
             self._agent.revoke_lease(checked_key(key), final)
 
     def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+        self,
+        key: bytes,
+        endpoint: str,
+        *,
+        first_token: int,
+        tokens: int,
+        blocks: Sequence[int],
+        budget_s: float,
+        whole: Whole | None = None,
     ) -> None:
         first_token, tokens = natural("first_token", first_token), natural("tokens", tokens)
         with _typed_failure():

@@ -42,6 +42,17 @@ def rank_key(key: bytes, source_rank: int, sink_rank: int) -> bytes:
     return blake2b(f"{source_rank}/{sink_rank}".encode(), key=key, digest_size=KEY_BYTES).digest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Hand-off of one rank's blocks with several of the peer's ranks, each of which has a key of its own (`rank_key`).
+
+    Agents that copy blocks copy them once for all parts; the others do not need it.
+    """
+
+    key: bytes
+    parts: int
+
+
 class SharedMemory(Protocol):
     """Memory of a pool that other processes of this host can map. It lives as long as this object or its pool."""
 
@@ -282,10 +293,13 @@ class TransferAgent(Protocol):
 
     # Source.
 
-    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(
+        self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None, whole: Whole | None = None
+    ) -> int:
         """Open a lease, or raise the generation of one that was revoked; return its generation, from 1.
 
-        `tokens`: its length once it is complete, for agents that reserve memory for it; 0: not known.
+        `tokens`: its length once it is complete, for agents that reserve memory for it; 0: not known. `whole`: leases
+        of one whole have the same blocks, are ready alike, and are revoked together.
         """
         ...
 
@@ -309,14 +323,22 @@ class TransferAgent(Protocol):
     # Sink.
 
     def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+        self,
+        key: bytes,
+        endpoint: str,
+        *,
+        first_token: int,
+        tokens: int,
+        blocks: Sequence[int],
+        budget_s: float,
+        whole: Whole | None = None,
     ) -> None:
         """Fill `blocks` of the pool with the lease's KV for tokens [first_token, tokens).
 
         `first_token` is a multiple of this pool's block size, whatever the source's is; `blocks[0]` receives the
         tokens from there on. If both layouts are alike, whole blocks move, including the rest of the last one;
         otherwise exactly these tokens are written, for the heads that both ranks hold. Ends with exactly one
-        PULL_DONE or PULL_FAILED.
+        PULL_DONE or PULL_FAILED. `whole`: all parts of a whole are pulled, into the same blocks.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from baton.transfer import AgentStats, Cause, EventKind, Pool, TransferEvent, TransferFaults
+from baton.transfer import AgentStats, Cause, EventKind, Pool, TransferEvent, TransferFaults, Whole
 
 
 class RecordingAgent:
@@ -18,6 +18,8 @@ class RecordingAgent:
         self.fails: set[str] = set()
         self.generations: dict[bytes, int] = {}
         self.pulls: set[bytes] = set()
+        self.wholes: dict[bytes, Whole | None] = {}
+        """Wholes that leases and pulls are said to be parts of, by key."""
         self._events: list[TransferEvent] = []
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -44,8 +46,11 @@ class RecordingAgent:
     def set_pool(self, pool: Pool) -> None:
         self._called("set_pool", pool)
 
-    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(
+        self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None, whole: Whole | None = None
+    ) -> int:
         self._called("open_lease", key)
+        self.wholes[key] = whole
         self.generations[key] = self.generations.get(key, 0) + 1
         return self.generations[key]
 
@@ -63,11 +68,20 @@ class RecordingAgent:
         self.tell(EventKind.LEASE_ENDED, key, Cause.REVOKED)
 
     def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+        self,
+        key: bytes,
+        endpoint: str,
+        *,
+        first_token: int,
+        tokens: int,
+        blocks: Sequence[int],
+        budget_s: float,
+        whole: Whole | None = None,
     ) -> None:
         if endpoint == "unreadable":
             raise ValueError("an endpoint that makes no sense")
         self._called("pull", key, endpoint, first_token, tokens, tuple(blocks), budget_s)
+        self.wholes[key] = whole
         self.pulls.add(key)
 
     def cancel_pull(self, key: bytes) -> None:

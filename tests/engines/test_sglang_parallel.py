@@ -41,9 +41,14 @@ async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at
     await check_answers(pair, at_once=at_once)
 
 
-@over("sglang-staged-32x2-to-sglang-staged-64x2", "vllm-staged-32x2-to-sglang-staged-64x2")
+@over(
+    "sglang-staged-32x2-to-sglang-staged-64x2",
+    "vllm-staged-32x2-to-sglang-staged-64x2",
+    "vllm-staged-128-to-sglang-staged-64x2",
+    "sglang-staged-64x2-to-vllm-staged-128",
+)
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_answers_of_kv_that_both_ranks_stage(pair: Pair, at_once: bool) -> None:
+async def test_answers_of_kv_that_all_ranks_stage(pair: Pair, at_once: bool) -> None:
     await check_answers(pair, at_once=at_once)
 
 

@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, Running, engines_fixture, make_pair
+from cross_engines import Engines, Running, engines_fixture, make_pair, nightly
 from struck_lenders import check_struck
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
@@ -48,9 +48,9 @@ class Turn:
 engines = engines_fixture(sglang=OPTIONS, vllm=VLLM_OPTIONS)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sglang(engines: Engines) -> Running:
-    return await engines.get("sglang-32")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sglang-32", nightly("sglang-32x2")])
+async def sglang(engines: Engines, request: pytest.FixtureRequest) -> Running:
+    return await engines.get(request.param)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -136,7 +136,7 @@ async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sgla
         tokens=tokens,
         sampling=Sampling(max_tokens=1),
         cache_salt=salt,
-        sink_ranks=1,
+        sink_ranks=len(sglang.facts.agents),
         budget_s=60.0,
     )
     before = sglang.engine.load()
@@ -165,7 +165,17 @@ async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sgla
     assert after.prompt_tokens_computed - before.prompt_tokens_computed == 1
 
 
-@pytest.mark.parametrize("names", [("vllm-32", "sglang-32"), ("sglang-32", "vllm-32")], ids="-to-".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("vllm-32", "sglang-32"),
+        ("sglang-32", "vllm-32"),
+        pytest.param(("vllm-32", "sglang-32x2"), marks=pytest.mark.nightly),
+        pytest.param(("sglang-32x2", "sglang-64x2"), marks=pytest.mark.nightly),
+        pytest.param(("sglang-64x2", "vllm-32"), marks=pytest.mark.nightly),
+    ],
+    ids="-to-".join,
+)
 async def test_a_prefix_that_only_the_other_engine_computed_is_borrowed(
     engines: Engines, names: tuple[str, str]
 ) -> None:
@@ -178,8 +188,9 @@ async def test_a_lender_that_stops_changes_no_answer(engines: Engines, names: tu
 
 
 @pytest.mark.nightly
-async def test_what_a_staged_hand_off_has_brought_is_promoted_later(engines: Engines) -> None:
-    pair, running = await make_pair(engines, "vllm-32", "sglang-staged-32"), await engines.get("sglang-staged-32")
+@pytest.mark.parametrize("sink", ["sglang-staged-32", "sglang-staged-32x2"])
+async def test_what_a_staged_hand_off_has_brought_is_promoted_later(engines: Engines, sink: str) -> None:
+    pair, running = await make_pair(engines, "vllm-32", sink), await engines.get(sink)
     tokens, sampling = prompt(1000, 80), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
     prefill = pair.request(tokens, sampling, leg=Leg.PREFILL)
     decode = pair.request(tokens, sampling, leg=Leg.DECODE, name=prefill.request)

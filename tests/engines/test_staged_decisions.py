@@ -7,11 +7,11 @@ from recording_agent import RecordingAgent
 from baton.connectors.handoff import STAGING_WAIT_S, Handoff, HandoffLeg, HandoffScheduler, StepPlan
 from baton.connectors.place import RankPlace
 from baton.connectors.rank import HandoffRank, RankResults
-from baton.transfer import Cause, EventKind
+from baton.transfer import EventKind, Whole, rank_key
 from baton.transfer.layout import Layout
 
 BLOCK = 32
-KEY, OTHER = b"k" * 16, b"o" * 16
+KEY, OTHER, LEASED, LEASED_WHOLE = (letter * 16 for letter in (b"k", b"o", b"l", b"w"))
 
 
 def step(rank: HandoffRank, plan: StepPlan) -> RankResults:
@@ -108,22 +108,21 @@ def test_a_request_waits_for_slots_and_then_computes() -> None:
     assert scheduler.tokens_from_source("c", 0) == 3 * BLOCK - 1
 
 
-def test_a_peer_with_another_number_of_ranks_is_refused_by_name() -> None:
-    """On both sides before anything moves; the sink's attempt fails with the reason."""
+def test_the_agent_is_told_which_ranks_share_blocks() -> None:
+    """So that it copies them once; where there is one rank for each, its key says it all."""
     layout = Layout(layers=2, kv_heads=4, dim=64, dtype="float32", order="HND", form="fused", block_tokens=BLOCK)
     agent = RecordingAgent()
-    rank, scheduler = HandoffRank(agent, RankPlace(layout=layout, staged=True)), HandoffScheduler(BLOCK)
-    scheduler.admit("r", Handoff(leg=HandoffLeg.DECODE, key=KEY, endpoints=("a", "b"), deadline_s=60.0), 64)
-    scheduler.allocated("r", [1, 2], external_tokens=63)
-    assert step(rank, scheduler.plan([])) == RankResults(received={"r"}, failed={"r"})
-    report = rank.report()
-    assert report is not None
-    (pull,) = report.pulls
-    assert pull.cause is Cause.REFUSED
-    assert pull.detail == "KV is staged here, over 1 tensor-parallel ranks, and the peer has 2"
-    scheduler.admit("p", Handoff(leg=HandoffLeg.PREFILL, key=OTHER, sink_ranks=2), 64)
-    step(rank, scheduler.plan([scheduler.computes("p", [1, 2], 0, 64)]))
-    report = rank.report()
-    assert report is not None
-    assert report.leases_ended == (OTHER,)
-    assert agent.calls == []
+    rank, scheduler = HandoffRank(agent, RankPlace(layout=layout)), HandoffScheduler(BLOCK)
+    for request, key, endpoints in (("r", KEY, ("a", "b")), ("s", OTHER, ("a",))):
+        handoff = Handoff(leg=HandoffLeg.DECODE, key=key, endpoints=endpoints, deadline_s=60.0)
+        scheduler.admit(request, handoff, 64)
+        scheduler.allocated(request, [1, 2], external_tokens=63)
+    for request, key, sink_ranks in (("p", LEASED, 2), ("q", LEASED_WHOLE, 1)):
+        scheduler.admit(request, Handoff(leg=HandoffLeg.PREFILL, key=key, sink_ranks=sink_ranks), 64)
+    step(rank, scheduler.plan([scheduler.computes(request, [1, 2], 0, 64) for request in ("p", "q")]))
+    assert agent.wholes == {
+        **dict.fromkeys((rank_key(KEY, 0, 0), rank_key(KEY, 1, 0)), Whole(key=KEY, parts=2)),
+        **dict.fromkeys((rank_key(LEASED, 0, 0), rank_key(LEASED, 0, 1)), Whole(key=LEASED, parts=2)),
+        OTHER: None,
+        LEASED_WHOLE: None,
+    }

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.connectors.agreement import AgreedResults, RankAgreement
+from baton.connectors.agreement import AgreedResults, PoolAgreement, PoolNews, RankAgreement
+from baton.connectors.link import LendPrefix
+from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.rank import RankResults
 
 WAIT_S = 10.0
+News = TypeVar("News")
 
 
 class Ballot:
-    """The minimum over ranks that are threads."""
+    """The minimum over ranks that are threads, and what all of them say."""
 
     def __init__(self, ranks: int) -> None:
-        self._votes: list[list[int]] = [[] for _ in range(ranks)]
+        self._said: list[object] = [None] * ranks
         self._barrier = threading.Barrier(ranks, timeout=WAIT_S)
 
     def cast(self, rank: int, votes: list[int]) -> list[int]:
-        self._votes[rank] = votes
+        return [min(places) for places in zip(*self.gather(rank, votes), strict=True)]
+
+    def gather(self, rank: int, news: News) -> list[News]:
+        self._said[rank] = news
         self._barrier.wait()
-        least = [min(places) for places in zip(*self._votes, strict=True)]
+        said = cast("list[News]", list(self._said))
         self._barrier.wait()
-        return least
+        return said
 
 
 def test_one_rank_acts_on_its_own_news_in_the_order_of_the_pulls() -> None:
@@ -117,3 +125,55 @@ def test_all_ranks_act_alike_as_soon_as_the_last_one_has_ended(drawn: tuple[int,
             for n, ends in enumerate(pulls)
             if max(ends)[0] >= step and any(failed and at <= step for at, failed in ends)
         }
+
+
+def order(key: bytes) -> LendPrefix:
+    return LendPrefix(key=key, blocks=b"", sink_ranks=1)
+
+
+def test_one_rank_takes_its_own_pools_news() -> None:
+    agreement, progress = PoolAgreement(), PoolProgress(jobs=Counter({1: 1}))
+    agreement.ask(order(b"k"))
+    assert agreement.settle(progress) == (progress, (order(b"k"),))
+    assert agreement.settle(None) == (None, ())
+
+
+def test_pools_without_news_are_not_gathered() -> None:
+    def gather(_news: PoolNews) -> list[PoolNews]:
+        raise AssertionError("a step without news pays for one vote only")
+
+    assert PoolAgreement(list[int], gather).settle(None) == (None, ())
+
+
+@st.composite
+def pool_news(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
+    """Draw for each rank the steps in which its jobs end, and in which orders reach it."""
+    ranks = draw(st.integers(1, 3))
+    steps = st.lists(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks), max_size=4)
+    return [list(each) for each in draw(steps)], [list(each) for each in draw(steps)]
+
+
+@given(pool_news())
+def test_pools_of_all_ranks_hear_the_same_in_the_same_step(drawn: tuple[list[list[int]], list[list[int]]]) -> None:
+    jobs, orders = drawn
+    ranks = max([len(each) for each in (*jobs, *orders)], default=1)
+    ballot = Ballot(ranks)
+
+    def run(rank: int) -> list[tuple[PoolProgress | None, tuple[LendPrefix, ...]]]:
+        agreement = PoolAgreement(lambda votes: ballot.cast(rank, votes), lambda news: ballot.gather(rank, news))
+        heard: list[tuple[PoolProgress | None, tuple[LendPrefix, ...]]] = []
+        for step in range(6):
+            for number, steps in enumerate(orders):
+                if steps[rank] == step:
+                    agreement.ask(order(bytes([number])))
+            ended = Counter(number for number, steps in enumerate(jobs) if steps[rank] == step)
+            heard.append(agreement.settle(PoolProgress(jobs=ended) if ended else None))
+        return heard
+
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *others = pool.map(run, range(ranks))
+    assert all(other == first for other in others)
+    for step, (progress, asked) in enumerate(first):
+        ended = Counter(number for number, steps in enumerate(jobs) for at in steps if at == step)
+        assert (progress.jobs if progress is not None else Counter()) == ended
+        assert {each.key[0] for each in asked} == {n for n, steps in enumerate(orders) if max(steps) == step}

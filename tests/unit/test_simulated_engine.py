@@ -35,7 +35,7 @@ from baton.messages.base import WorkerAddress
 from baton.pool.file import KvFile
 from baton.pool.file_io import FileIo, FileJob
 from baton.pool.memory import KvPool
-from baton.transfer import AgentOptions, Pool, TransferEvent
+from baton.transfer import AgentOptions, Pool, TransferEvent, Whole
 from baton.transfer.memory import MemoryAgent, MemoryFabric
 
 # One second per step, whatever is in it: an instant says which step it is.
@@ -300,7 +300,15 @@ class MisdirectedAgent(MemoryAgent):
     """An agent with a bug: it writes two blocks into each other's place."""
 
     def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+        self,
+        key: bytes,
+        endpoint: str,
+        *,
+        first_token: int,
+        tokens: int,
+        blocks: Sequence[int],
+        budget_s: float,
+        whole: Whole | None = None,
     ) -> None:
         swapped = [blocks[1], blocks[0], *blocks[2:]]
         super().pull(key, endpoint, first_token=first_token, tokens=tokens, blocks=swapped, budget_s=budget_s)
@@ -477,7 +485,9 @@ async def test_an_engine_that_was_not_started_serves_nothing_and_can_be_closed()
 
 
 class BrokenAgent(MemoryAgent):
-    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(
+        self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None, whole: Whole | None = None
+    ) -> int:
         raise RuntimeError("out of order")
 
 

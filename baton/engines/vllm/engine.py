@@ -222,7 +222,7 @@ class VllmEngine:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
     def _params(self, attempt: EngineAttempt) -> SamplingParams:
-        from baton.connectors.vllm import LOAN_PARAMETER, TOKEN_TIME_PARAMETER
+        from baton.connectors.vllm_messages import LOAN_PARAMETER, TOKEN_TIME_PARAMETER
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)

@@ -106,15 +106,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
     def _transfer_config(self, path: KvPath | None) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
-        from baton.connectors.vllm import (
-            AGENT_SETTING,
-            DIGEST_SETTING,
-            FILE_BYTES_SETTING,
-            FILE_SETTING,
-            POOL_SETTING,
-            STAGING_SETTING,
-            AgentSetting,
-        )
+        from baton.connectors.vllm_messages import SETTINGS, ConnectorSettings
 
         module, _, connector = self._own.connector.partition(":")
         return KVTransferConfig(
@@ -124,12 +116,14 @@ class VllmHost(EngineHost["AsyncLLM"]):
             kv_role="kv_both",
             kv_load_failure_policy="fail",
             kv_connector_extra_config={
-                AGENT_SETTING: AgentSetting(self._agent) if path is not None else None,
-                DIGEST_SETTING: self.digest,
-                POOL_SETTING: self._own.kv_pool_bytes,
-                STAGING_SETTING: self._own.kv_staging_tokens if path is KvPath.STAGED else None,
-                FILE_SETTING: self._own.kv_file,
-                FILE_BYTES_SETTING: self._own.kv_file_bytes,
+                SETTINGS: ConnectorSettings(
+                    agent=self._agent if path is not None else None,
+                    model_digest=self.digest,
+                    kv_pool_bytes=self._own.kv_pool_bytes,
+                    staging_tokens=self._own.kv_staging_tokens if path is KvPath.STAGED else None,
+                    kv_file=self._own.kv_file,
+                    kv_file_bytes=self._own.kv_file_bytes,
+                )
             },
         )
 

@@ -1,0 +1,19 @@
+"""The benchmark of staging over two real engines, on a CPU: `make test-gpu` runs it on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.staging import measure
+
+pytestmark = pytest.mark.nightly
+
+
+async def test_it_measures_streams_beside_hand_offs_that_are_staged(tiny_model: Path) -> None:
+    """It fails by itself where the prompts beside the streams were not pulled, or not cached."""
+    staged, cached = await measure(tiny_model, rounds=2, device="cpu")
+    assert staged.peers["cached"] == cached.ours > 0
+    assert staged.peers["alone"] == cached.peers["alone"] > 0
+    assert staged.ours > 0
