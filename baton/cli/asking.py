@@ -21,10 +21,11 @@ NATS_URL_FILE: Final = "nats-url"
 REDIS_URL_FILE: Final = "redis-url"
 """The same, of Redis."""
 CONNECT_TIMEOUT_S: Final = 3.0
-FIRST_ANSWER_S: Final = 1.0
+FIRST_ANSWER_S: Final = 3.0
+"""Time for the first answer to arrive from a busy machine."""
 QUIET_S: Final = 0.25
 """Silence after which all services have answered: they answer at once."""
-ANSWERS_S: Final = 3.0
+ANSWERS_S: Final = 5.0
 ANSWERS_MAX: Final = 2000
 FIRST_HEARTBEAT_S: Final = 3.0
 """Time for the first heartbeat to arrive from a busy machine."""

@@ -89,7 +89,7 @@ def _draw(path: Path, draw: Draw) -> None:
     axes = figure.add_subplot()
     draw(axes)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left")  # Where there is most room takes long to find.
     figure.savefig(path, dpi=120)
 
 

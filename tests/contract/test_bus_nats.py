@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -197,21 +196,19 @@ async def test_closing_while_the_server_is_down_ends_soon(server: Server, connec
     await bus.follow("S", "s.a", echo)
     server.kill()
     await eventually(lambda: not bus.connected)
-    before_s = time.monotonic()
-    await bus.close()
-    assert time.monotonic() - before_s < 3
+    async with asyncio.timeout(HANG_S):
+        await bus.close()
 
 
 async def test_no_server_is_one_clear_error() -> None:
-    before_s = time.monotonic()
     with pytest.raises(BusUnavailable, match="cannot be reached"):
-        await NatsBus.connect(f"nats://127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
-    assert time.monotonic() - before_s < 2
+        async with asyncio.timeout(HANG_S):
+            await NatsBus.connect(f"nats://127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
 
 
 async def test_connect_waits_for_a_server_that_is_late(server: Server) -> None:
     server.kill()
-    connecting = asyncio.create_task(NatsBus.connect(server.url, name="test", timeout_s=5))
+    connecting = asyncio.create_task(NatsBus.connect(server.url, name="test", timeout_s=HANG_S))
     await asyncio.sleep(0.3)
     server.start()
     bus = await connecting

@@ -98,7 +98,7 @@ def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, s
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source, budget_s=0.6)
+    pull(sink, source, budget_s=2.0)
     sink.wait(EventKind.PULL_PROGRESS)
     source.agent.revoke_lease(KEY, final=False)
     assert sink.wait_end(KEY).cause == Cause.REVOKED

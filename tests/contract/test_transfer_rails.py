@@ -25,7 +25,7 @@ MANY = list(range(40))
 TOKENS = len(BLOCKS) * BLOCK_TOKENS
 WARMING = b"the first to try"
 BYTES = LAYERS * len(BLOCKS) * BLOCK_BYTES
-IMPATIENT: dict[str, Any] = {"lease_ttl_s": 0.75, "connect_timeout_s": 0.5, "stall_timeout_s": 2.5}
+IMPATIENT: dict[str, Any] = {"lease_ttl_s": 2.5, "connect_timeout_s": 2.5, "stall_timeout_s": 5.0}
 
 MakeAgent = Callable[..., Node]
 MakeProxy = Callable[..., Proxy]

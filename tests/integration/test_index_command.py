@@ -88,7 +88,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         assert other.get("held", {}) == {}
 
         status, text = await baton_index(cluster, "--prompt", PROMPT, "--top", "1")
-        assert status == 0
+        assert status == 0, text
         assert "writes to Redis" in text
         assert f"the same at event {workers['p']['sequence']}" in text
         assert f"of the prompt's {report['held']['p']} blocks" in text

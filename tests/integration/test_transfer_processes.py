@@ -5,13 +5,24 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
 from tests.contract.peer_process import Peer
-from tests.contract.transfer_rig import KEY, LAYERS, SINK_BLOCKS, SOURCE_BLOCKS, TOKENS, Fabric, Node, wait_until
+from tests.contract.transfer_rig import (
+    KEY,
+    LAYERS,
+    OPTIONS,
+    SINK_BLOCKS,
+    SOURCE_BLOCKS,
+    TOKENS,
+    Fabric,
+    Node,
+    wait_until,
+)
 from tests.harness.limits import HANG_S
 
 WAYS = ("cuda-ipc", "cuda-put", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
@@ -41,18 +52,23 @@ def start_peer(fabric: Fabric) -> Generator[StartPeer]:
 
 @pytest.fixture
 def node(backend: str, fabric: Fabric) -> Generator[Node]:
-    """Return an agent of this process that gives up soon."""
-    options = AgentOptions(
-        secret="shared",
-        backends=backends_of(backend),
-        lease_ttl_s=0.6,
-        connect_timeout_s=2.0,
-        stall_timeout_s=1.0,
-        **fabric,
-    )
-    node = Node(NativeAgent(options), shared=backend == "direct", gpu_library=fabric.get("gpu_library"))
+    """Return an agent of this process, which gives nothing up."""
+    node = make_node(OPTIONS, backend, fabric)
     yield node
     node.close()
+
+
+@pytest.fixture
+def hasty(backend: str, fabric: Fabric) -> Generator[Node]:
+    """Return an agent of this process that gives up soon."""
+    node = make_node(replace(OPTIONS, lease_ttl_s=0.6, connect_timeout_s=2.0, stall_timeout_s=1.0), backend, fabric)
+    yield node
+    node.close()
+
+
+def make_node(options: AgentOptions, backend: str, fabric: Fabric) -> Node:
+    agent = NativeAgent(replace(options, backends=backends_of(backend), **fabric))
+    return Node(agent, shared=backend == "direct", gpu_library=fabric.get("gpu_library"))
 
 
 def backends_of(backend: str) -> tuple[str, ...]:
@@ -84,34 +100,34 @@ def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend:
 
 
 @every_way
-def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+def test_a_killed_source_is_noticed(hasty: Node, start_peer: StartPeer, backend: str) -> None:
     peer = start_peer(backend)
     peer.lease()
-    pull(node, peer.endpoint)
+    pull(hasty, peer.endpoint)
     peer.ready(0)
-    node.wait(EventKind.PULL_PROGRESS)
+    hasty.wait(EventKind.PULL_PROGRESS)
     peer.kill()
-    failed = node.wait_end(KEY)
+    failed = hasty.wait_end(KEY)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.UNREACHABLE)
-    assert node.agent.stats().pulls == 0
+    assert hasty.agent.stats().pulls == 0
 
 
-def test_a_stopped_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+def test_a_stopped_source_is_noticed(hasty: Node, start_peer: StartPeer, backend: str) -> None:
     peer = start_peer(backend)
     peer.lease()
-    pull(node, peer.endpoint)
+    pull(hasty, peer.endpoint)
     peer.ready(0)
-    node.wait(EventKind.PULL_PROGRESS)
+    hasty.wait(EventKind.PULL_PROGRESS)
     peer.signal(signal.SIGSTOP)
-    failed = node.wait_end(KEY)
+    failed = hasty.wait_end(KEY)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.STALLED)
 
 
-def test_a_stopped_source_cannot_be_reached(node: Node, start_peer: StartPeer, backend: str) -> None:
+def test_a_stopped_source_cannot_be_reached(hasty: Node, start_peer: StartPeer, backend: str) -> None:
     peer = start_peer(backend)
     peer.signal(signal.SIGSTOP)  # Its kernel still accepts the connection; the handshake never comes.
-    pull(node, peer.endpoint)
-    assert node.wait_end(KEY).cause == Cause.UNREACHABLE
+    pull(hasty, peer.endpoint)
+    assert hasty.wait_end(KEY).cause == Cause.UNREACHABLE
 
 
 def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: str) -> None:
@@ -146,34 +162,36 @@ def test_a_source_that_was_given_up_is_told_when_it_is_back(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_lease_of_a_dead_sink_expires(node: Node, start_peer: StartPeer, backend: str, end: signal.Signals) -> None:
+def test_the_lease_of_a_dead_sink_expires(
+    hasty: Node, start_peer: StartPeer, backend: str, end: signal.Signals
+) -> None:
     peer = start_peer(backend)
-    node.lease(KEY, SOURCE_BLOCKS)
-    peer.tell("pull", KEY.hex(), node.agent.endpoint, ",".join(map(str, SINK_BLOCKS)))
-    node.agent.post_ready(KEY, 1, 0, TOKENS)
-    wait_until(lambda: node.agent.stats().served_bytes > 0)
+    hasty.lease(KEY, SOURCE_BLOCKS)
+    peer.tell("pull", KEY.hex(), hasty.agent.endpoint, ",".join(map(str, SINK_BLOCKS)))
+    hasty.agent.post_ready(KEY, 1, 0, TOKENS)
+    wait_until(lambda: hasty.agent.stats().served_bytes > 0)
     peer.signal(end)
-    ended = node.wait(EventKind.LEASE_ENDED)
+    ended = hasty.wait(EventKind.LEASE_ENDED)
     assert ended.cause == Cause.EXPIRED
-    assert node.agent.stats().leased_blocks == 0
+    assert hasty.agent.stats().leased_blocks == 0
 
 
-def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: StartPeer, backend: str) -> None:
+def test_a_sink_that_wakes_after_its_lease_is_gone(hasty: Node, start_peer: StartPeer, backend: str) -> None:
     """The other way round: this process is the source, and a stopped sink must fail once it goes on."""
     peer = start_peer(backend, 0.6)
     peer.lease()
-    pull(node, peer.endpoint)
+    pull(hasty, peer.endpoint)
     peer.ready(0)
-    node.wait(EventKind.PULL_PROGRESS)
+    hasty.wait(EventKind.PULL_PROGRESS)
     peer.signal(signal.SIGSTOP)
-    node.wait_end(KEY)
+    hasty.wait_end(KEY)
     peer.signal(signal.SIGCONT)
     other = lease_key("request", 1)
     peer.tell("lease", other.hex(), ",".join(map(str, SOURCE_BLOCKS)), 4)
     peer.tell("ready", other.hex(), -1, TOKENS)
-    node.agent.pull(other, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=HANG_S)
-    assert node.wait_end(other).kind == EventKind.PULL_DONE
-    assert node.holds(SINK_BLOCKS, seed=4)
+    hasty.agent.pull(other, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=HANG_S)
+    assert hasty.wait_end(other).kind == EventKind.PULL_DONE
+    assert hasty.holds(SINK_BLOCKS, seed=4)
 
 
 @pytest.mark.parametrize("way", ["tcp"])

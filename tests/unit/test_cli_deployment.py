@@ -39,6 +39,7 @@ from baton.messages.placement import Disaggregation
 from baton.pool.memory import available_bytes
 from baton.processes.child import Program, describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
+from tests.harness.limits import HANG_S
 from tests.harness.sysfs import lay_out
 
 ROOT = Path(__file__).parents[2]
@@ -364,7 +365,7 @@ def test_a_gpu_changes_nothing_for_engines_that_do_not_use_it(tmp_path: Path, ch
 )
 def test_make_takes_the_environment_of_the_same_device(settings: tuple[str, ...], environment: str) -> None:
     command = ["make", "-n", "up", "NVIDIA_DRIVER=", *settings]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=15).stdout
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     assert f"--vllm-python {environment}/bin/python" in said
 
 

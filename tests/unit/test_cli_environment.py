@@ -10,6 +10,7 @@ import pytest
 
 from requirements import environment
 from requirements.environment import Environment, NotOffered, Stamps, Stop, check_machine, digest_of, pip_failure
+from tests.harness.limits import HANG_S
 
 ROOT = Path(environment.__file__).parent.parent
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
@@ -84,6 +85,6 @@ def test_an_active_environment_is_kept_and_could_replace_itself(tmp_path: Path) 
 
 def test_wrong_use_is_told_on_the_command_line() -> None:
     command = [sys.executable, str(ROOT / "requirements" / "environment.py")]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=15)
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert answer.returncode == 1
     assert answer.stderr == "baton: usage: environment.py FOLDER LOCK…\n"

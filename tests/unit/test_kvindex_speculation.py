@@ -27,6 +27,7 @@ from baton.messages.placement import Disaggregation, Place, Placed, Placement
 from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 from tests.harness.index.worker import MODEL, Cache, chain
+from tests.harness.limits import HANG_S
 from tests.harness.nodes import living, make_node
 
 
@@ -185,7 +186,7 @@ async def bus() -> AsyncIterator[MemoryBus]:
             settings = IndexSettings(redis_url="", settle_s=0.01)
             index = IndexService(settings, make_node("kvindex", MemoryBus(network)), store=None)
             await stack.enter_async_context(living(index))
-            patient = SchedulerSettings(learn_s=0.001, lost_after_s=30.0, index_timeout_s=1.0)
+            patient = SchedulerSettings(learn_s=0.001, lost_after_s=30.0, index_timeout_s=HANG_S)
             scheduler = SchedulerService(patient, make_node("scheduler", MemoryBus(network)))
             await stack.enter_async_context(living(scheduler))
         made = MemoryBus(network)
@@ -211,7 +212,7 @@ async def place(bus: Bus, request: str, path: str) -> Placement:
             output_tokens_max=16,
             disaggregation=Disaggregation.ALWAYS,
         ),
-        timeout_s=5.0,
+        timeout_s=HANG_S,
     )
     assert isinstance(answer, Placement), answer
     return answer

@@ -100,7 +100,7 @@ async def scheduling(
     bus: MemoryBus | None = None,
     **changes: Any,
 ) -> AsyncGenerator[asyncio.Task[None]]:
-    settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001), **changes)
+    settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001, lost_after_s=HANG_S), **changes)
     bus = bus or MemoryBus(network)
     node = make_node("scheduler", bus)
     if random is not None:
@@ -187,7 +187,7 @@ async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway
 
 
 async def test_refusals_are_typed(gateway: Gateway) -> None:
-    async with scheduling(gateway.bus.network, lost_after_s=60.0):
+    async with scheduling(gateway.bus.network):
         assert await gateway.refusal(place()) == "model_not_found"
         await gateway.hear(PREFILL)
         assert await gateway.refusal(place()) == "no_workers"
@@ -216,8 +216,8 @@ async def test_it_answers_what_came_before_it_leaves(gateway: Gateway) -> None:
     await gateway.play_index()
     gateway.index_delay_s = 0.02
     async with (
-        scheduling(gateway.bus.network, stop, lost_after_s=60.0) as leaving,
-        scheduling(gateway.bus.network, lost_after_s=60.0),
+        scheduling(gateway.bus.network, stop) as leaving,
+        scheduling(gateway.bus.network),
     ):
         await gateway.hear(heartbeat("d1", Role.DECODE, running_max=100, kv_blocks_total=100_000))
         asked = [asyncio.create_task(gateway.ask(place(f"r{number}"))) for number in range(6)]

@@ -13,6 +13,7 @@ from baton.bus import Delivery, MemoryBus
 from baton.messages.workers import GatewayBeat
 from baton.telemetry import Metrics, Reading, catalogue
 from docs.metrics_table import BEGIN, DOCUMENT, END, table
+from tests.harness.limits import HANG_S
 
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -93,7 +94,7 @@ async def test_the_bus_is_shown_without_names_in_its_subjects() -> None:
         for _ in range(3):
             await bus.publish(subjects.gateway("g"), GatewayBeat(gateway="g"))
         bus.publish_payload(subjects.gateway("g"), b"nonsense")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while not beats.counts.malformed:  # noqa: ASYNC110 - the last of them, and counted by the bus alone.
                 await asyncio.sleep(0)
         shown = list(_bus_lines(metrics))

@@ -18,6 +18,7 @@ from baton.stop import Stop
 from baton.telemetry import Metrics, TelemetrySettings
 from baton.telemetry import status as module
 from baton.telemetry.status import CONNECTIONS_MAX, HEAD_BYTES_MAX, Status, serve_status
+from tests.harness.limits import HANG_S
 
 
 @asynccontextmanager
@@ -142,7 +143,7 @@ async def test_silent_clients_are_cut_off_and_hold_up_no_other(monkeypatch: pyte
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
         try:
             assert (await get(port, "/health"))[0] == 0, "all places are taken by clients that say nothing"
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HANG_S):
                 # Until their time is up.
                 while (await get(port, "/health"))[0] != 200:  # noqa: ASYNC110 - a condition beyond the socket.
                     await asyncio.sleep(0.02)

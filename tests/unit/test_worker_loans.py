@@ -21,6 +21,7 @@ from baton.messages.base import ErrorReport, Refused, pack_tokens
 from baton.messages.codec import AnyMessage
 from baton.worker.loans import Loans
 from baton.worker.rates import Rates
+from tests.harness.limits import HANG_S
 
 FACTS = EngineFacts(
     engine="scripted",
@@ -124,7 +125,7 @@ async def _too_little(_: Lend) -> AnyMessage | None:
 async def test_without_a_useful_loan_the_request_runs_as_it_is(
     answer: Callable[[Lend], Awaitable[AnyMessage | None]] | None,
 ) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(HANG_S):
         request, _ = await borrow(answer, cached_tokens=4_000)
     assert request is REQUEST
 

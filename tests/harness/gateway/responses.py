@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 from baton_gateway.responses.store import MemoryStore
 
 from baton.clock import SystemClock
+
+if TYPE_CHECKING:
+    import openai
 
 LAST = ("response.completed", "response.incomplete", "response.failed")
 
@@ -19,6 +21,8 @@ def with_store() -> MemoryStore:
 
 def strict_client(url: str, key: str = "none") -> openai.AsyncOpenAI:
     """Return a client that raises on answers and events that are not as its types say."""
+    import openai  # It takes long, and unit tests use the rest of this module.
+
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=plain, _strict_response_validation=True
