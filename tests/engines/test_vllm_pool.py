@@ -202,7 +202,7 @@ def follows_events(engine: PoolEngine) -> ShadowMap:
             shadow.apply(read_batch(batch))
         return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
 
-    until(agrees, 5, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
+    until(agrees, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
     return shadow
 
 

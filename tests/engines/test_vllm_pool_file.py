@@ -27,7 +27,7 @@ def file_of(engine: PoolEngine) -> dict[str, Any]:
 
 def written(engine: PoolEngine) -> None:
     """Wait until the file has all that the pool has."""
-    until(lambda: file_of(engine).get("ready") == pool_of(engine)["ready"], 30, lambda: str(pool_of(engine)))
+    until(lambda: file_of(engine).get("ready") == pool_of(engine)["ready"], lambda: str(pool_of(engine)))
 
 
 def told(engine: PoolEngine, blocks: int) -> ShadowMap:
@@ -40,7 +40,7 @@ def told(engine: PoolEngine, blocks: int) -> ShadowMap:
             shadow.apply(read_batch(batch))
         return shadow.fingerprint(Tier.FILE).blocks == blocks
 
-    until(is_told, 30, lambda: f"{shadow.fingerprint(Tier.FILE)} of {blocks} blocks")
+    until(is_told, lambda: f"{shadow.fingerprint(Tier.FILE)} of {blocks} blocks")
     return shadow
 
 
