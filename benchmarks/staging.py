@@ -15,7 +15,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ PROMPTS: Final = 4
 PROMPT_TOKENS: Final = 1500
 ALONE_S: Final = 0.3
 PAUSE_S: Final = 0.1
+ORDERS: Final[tuple[tuple[Window, ...], ...]] = (("alone", "staging", "cached"), ("staging", "cached", "alone"))
+"""Orders of the windows, in turn, so that a drift of the machine affects all alike."""
 OPTIONS: Final[dict[Device, dict[str, object]]] = {
     "cpu": {},
     "cuda": {"device": "cuda", "gpu_memory_utilization": 0.2},
@@ -61,14 +63,14 @@ class Bench:
         self._numbers += 1
         return self._numbers
 
-    async def round(self) -> dict[Window, float]:
+    async def round(self, order: Sequence[Window]) -> dict[Window, float]:
         """Return the mean token interval of the streams in each window, in seconds."""
         numbers = [self._number() for _ in range(PROMPTS)]
         async with self._streams() as steps:
             for number in numbers:
                 await self._run(Role.PREFILL, Leg.PREFILL, number, f"staged-{number}")
             windows: dict[Window, tuple[float, float]] = {}
-            for window in ("alone", "staging", "cached"):
+            for window in order:
                 began_s = time.monotonic()
                 if window == "alone":
                     await asyncio.sleep(ALONE_S)
@@ -134,8 +136,8 @@ def _interval_s(steps: list[Step], began_s: float, ended_s: float) -> float:
 async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
     async with running_pair(model, kv_path="staged", **OPTIONS[device]) as pair:
         bench = Bench(pair)
-        await bench.round()
-        done = [await bench.round() for _ in range(rounds)]
+        await bench.round(ORDERS[0])
+        done = [await bench.round(ORDERS[number % 2]) for number in range(rounds)]
     median_ms = {window: statistics.median(each[window] for each in done) * 1e3 for window in done[0]}
     return [
         Row.against(

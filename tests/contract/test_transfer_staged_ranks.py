@@ -17,6 +17,7 @@ from baton.pool.staging import StagedAgent
 from baton.transfer import Cause, EventKind, NativeAgent, Whole, lease_key, rank_key
 from baton.transfer.device import cuda_copies
 from baton.transfer.layout import Layout, agree
+from tests.harness.limits import HANG_S
 
 LAYERS, SOURCE_BLOCK, SINK_BLOCK = MODEL["layers"], 16, 32
 TOKENS, FIRST = 192, 64
@@ -73,7 +74,7 @@ class Ranks:
                 first_token=FIRST,
                 tokens=TOKENS,
                 blocks=node.cache.blocks[FIRST // SINK_BLOCK : TOKENS // SINK_BLOCK],
-                budget_s=10.0,
+                budget_s=HANG_S,
                 whole=Whole(key=KEY, parts=len(parts)),
             )
             node.expect(source, FIRST, TOKENS)
@@ -157,7 +158,7 @@ def test_a_part_that_fails_fails_all_and_frees_the_slots(ranks: Ranks, other: st
     ranks.source.nodes[0].offer(again, TOKENS)
     blocks = sink.cache.blocks
     sink.agent.pull(
-        again, ranks.source.nodes[0].agent.endpoint, first_token=0, tokens=TOKENS, blocks=blocks, budget_s=10.0
+        again, ranks.source.nodes[0].agent.endpoint, first_token=0, tokens=TOKENS, blocks=blocks, budget_s=HANG_S
     )
     assert sink.wait_end(again).kind is EventKind.PULL_DONE
 

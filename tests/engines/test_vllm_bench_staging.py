@@ -8,7 +8,11 @@ import pytest
 
 from benchmarks.staging import measure
 
-pytestmark = pytest.mark.nightly
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"),
+]
+"""vLLM, which loads in this process, warns."""
 
 
 async def test_it_measures_streams_beside_hand_offs_that_are_staged(tiny_model: Path) -> None:

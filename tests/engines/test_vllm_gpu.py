@@ -56,7 +56,7 @@ def test_prefill_that_is_killed_in_the_middle_of_a_transfer(pair: Pair) -> None:
     prefill = pair.send_prefill(name, ids)
     decode = pair.send_decode(name, ids, 8)
     prefill.wait()
-    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 10)
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1)
     for pid in (*pair.prefill.pids(), pair.prefill.pid):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="did not arrive"):
