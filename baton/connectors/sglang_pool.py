@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCac
 
 from baton.connectors.agreement import PoolAgreement
 from baton.connectors.link import TOKEN_TIME_PARAMETER, LendPrefix
-from baton.connectors.pool_events import take_pool_events
+from baton.connectors.pool_events import publish_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import PoolReport
@@ -157,7 +157,7 @@ class SglangPool:
     def take_events(self) -> Iterator[KVCacheEvent]:
         """Return what the pool and its file have stored and dropped, in SGLang's own form."""
         # SGLang's hashes are numbers; on their way they may be bytes as well.
-        return take_pool_events(
+        return publish_pool_events(
             self._scheduler,
             self._cache.page_size,
             BlockStored,

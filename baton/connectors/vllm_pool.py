@@ -9,7 +9,7 @@ import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.connectors.pool_events import take_pool_events
+from baton.connectors.pool_events import publish_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_plan import PoolPlan
 from baton.connectors.pool_report import PoolReport
@@ -87,7 +87,7 @@ class VllmPool:
 
     def take_events(self) -> Iterator[KVCacheEvent]:
         """Return what the pool and its file have stored and dropped, in vLLM's own form."""
-        return take_pool_events(
+        return publish_pool_events(
             self.scheduler,
             self._block_tokens,
             BlockStored,

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
+from baton.connectors.pool_events import FILE_MEDIUM, POOL_MEDIUM
 from baton.engines.engine import (
     EngineBlockEvent,
     EngineBlocksCleared,
@@ -32,10 +33,6 @@ from baton.messages.index import Tier
 
 _log = logging.getLogger(__name__)
 
-POOL_MEDIUM: Final = "BATON_POOL"
-"""Medium of the events about Baton's KV pool: no engine's own offloading has this name."""
-FILE_MEDIUM: Final = "BATON_FILE"
-"""Medium of the events about the pool's file. They name blocks by their canonical ids, without tokens."""
 BATCHES_MAX: Final = 10_000
 """Bound of the batches that wait for the consumer. Beyond it the newest are dropped, a gap in the sequence."""
 

@@ -132,6 +132,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Bandwidths of the peers that were pulled from last."""
     promotion: PromotionFit | None = None
     """None: the worker has no KV pool."""
+    pool_tokens_free: int = 0
+    """Tokens that the KV pool can take before it evicts."""
     loading: PromotionFit | None = None
     """Measured bandwidth of reads from the pool's file into the pool; None: there is no file."""
     kv_bytes_per_token: int

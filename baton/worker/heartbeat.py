@@ -88,6 +88,7 @@ def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
         steps=rates.steps(),
         transfers=rates.transfers(),
         promotion=rates.promotion() if facts.pool_blocks else None,
+        pool_tokens_free=(facts.pool_blocks - load.pool.ready) * facts.block_tokens,
         loading=None if load.pool.file is None else _loading(load.pool.file, facts.kv_bytes_per_token),
         kv_bytes_per_token=facts.kv_bytes_per_token,
         computing=sum(state in COMPUTING for state in states),

@@ -215,6 +215,7 @@ class Worker:
             kv_blocks_used=used,
             kv_blocks_total=spec.kv_blocks_total,
             active_decode_blocks=min(self._decode_blocks, used),
+            pool_blocks_free=0 if self.pool is None else self.pool.directory.slots - self.pool.directory.ready,
             measured=measured,
         )
 

@@ -100,11 +100,17 @@ def test_a_lender_of_another_role_has_the_same_kv() -> None:
     assert lender(PrefixMatch({"other": 20, "d": 10}), *beats, mode=Disaggregation.ALWAYS) == ("p", "d")
 
 
-def test_a_loan_counts_in_the_ranking() -> None:
-    """The holder has half a second of prompts ahead: waiting there is faster than computing elsewhere, a loan more."""
-    match, holder = PrefixMatch({"a": 31}), beat("a", prefill_tokens_queued=500)
+@pytest.mark.parametrize(
+    ("queued_tokens", "pool_tokens_free", "chosen"),
+    [(500, 1000, ("b", "a")), (500, 250, ("a", "")), (500, 0, ("a", "")), (1500, 0, ("b", "a"))],
+)
+def test_a_loan_counts_in_the_ranking_with_what_it_displaces(
+    queued_tokens: int, pool_tokens_free: int, chosen: tuple[str, str]
+) -> None:
+    """Computing takes a second and costs others another one; a loan costs others what it displaces in a full pool."""
+    match, holder = PrefixMatch({"a": 31}), beat("a", prefill_tokens_queued=queued_tokens)
     assert lender(match, holder, beat("b", pool=False)) == ("a", "")
-    assert lender(match, holder, beat("b")) == ("b", "a")
+    assert lender(match, holder, beat("b", pool_tokens_free=pool_tokens_free)) == chosen
 
 
 def test_a_placement_tells_of_its_loan() -> None:

@@ -132,6 +132,7 @@ def test_a_repeated_or_retried_request_counts_once(loads: Loads) -> None:
         {"block_tokens": 0},
         {"engine_block_tokens": -1},
         {"running": -1},
+        {"pool_tokens_free": -1},
         {"step_tokens_max": 0},
         {"prefill_elapsed_s": float("nan")},
         {"steps": msgspec.structs.replace(STEPS, prompt_token_s=float("nan"))},

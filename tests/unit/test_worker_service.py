@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from baton import subjects
 from baton.bus import Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
+from baton.connectors.pool_report import PoolReport
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
 from baton.engines.stages import prompt_stages
@@ -77,7 +79,7 @@ class World:
                 engine_kind="kind",
             ),
             role=WorkerRole(role),
-            facts=FACTS,
+            facts=self.engine.facts,
             engine=self.engine,
             node=self.node,
             limits=Limits(slots=2, kv_blocks=FACTS.kv_blocks, engine_block_tokens=FACTS.block_tokens),
@@ -579,6 +581,16 @@ async def test_heartbeats_say_whether_the_engine_has_work_and_does_it(decode: Wo
     assert await said() == (1, 102, 0)
     await decode.step(EngineDelta(tokens=[3], finish=FinishReason.LENGTH))
     assert await said() == (0, 103, 1)
+
+
+async def test_heartbeats_say_how_much_the_pool_takes_before_it_evicts() -> None:
+    world = World(Role.DECODE, ScriptedEngine(replace(FACTS, pool_blocks=10)))
+    await world.start()
+    assert world.heartbeat().pool_tokens_free == 10 * FACTS.block_tokens
+    world.engine.load_now = EngineLoad(pool=PoolReport(slots=10, ready=7))
+    await world.clock.advance(0.5)
+    assert world.heartbeat().pool_tokens_free == 3 * FACTS.block_tokens
+    await world.close()
 
 
 async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None:

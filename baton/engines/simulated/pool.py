@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from baton.blocks import BLOCK_TOKENS_DEFAULT
 from baton.clock import Clock
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import PoolReport, Promotion
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank, RankResults
-from baton.engines.engine import EngineBlockEvent, EngineBlocksRemoved, EngineBlocksStored
+from baton.engines.engine import EngineBlockEvent
 from baton.engines.simulated.options import SimulatedOptions
-from baton.messages.index import Tier
 from baton.pool.copier import Copier, ThreadCopier
 from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
@@ -138,36 +137,7 @@ class SimulatedPool:
 
     def take_events(self) -> list[EngineBlockEvent]:
         """Return what the pool and its file have stored and dropped since the last call."""
-        events: list[EngineBlockEvent] = []
-        if self.decisions.filing is not None:
-            filed, ids = self.decisions.filing.take_changes()
-            if ids:
-                events.append(EngineBlocksRemoved(hashes=ids, tier=Tier.FILE))
-            events += [
-                EngineBlocksStored(
-                    parent=run.parent or None,
-                    hashes=run.ids,
-                    tokens=(),
-                    block_tokens=BLOCK_TOKENS_DEFAULT,
-                    tier=Tier.FILE,
-                )
-                for run in filed
-            ]
-        runs, removed = self.decisions.take_changes()
-        if removed:
-            events.append(EngineBlocksRemoved(hashes=removed, tier=Tier.POOL))
-        events += [
-            EngineBlocksStored(
-                parent=run.parent or None,
-                hashes=run.keys,
-                tokens=run.tokens,
-                block_tokens=self._block_tokens,
-                cache_salt=run.salt,
-                tier=Tier.POOL,
-            )
-            for run in runs
-        ]
-        return events
+        return list(take_pool_events(self.decisions, self._block_tokens))
 
     def close(self) -> None:
         self._rank.close()

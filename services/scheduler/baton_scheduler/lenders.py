@@ -40,6 +40,8 @@ class Borrowing(msgspec.Struct, frozen=True, eq=False):
     """Time to compute the tokens after it, with the sequences in its steps."""
     rest_prompt_s: Vector
     """The same without these sequences."""
+    displaced_s: Vector
+    """Time to compute what the borrower's pool evicts for it: as many tokens as it brings, once the pool is full."""
     lenders: Rows
     """Index of the lender."""
 
@@ -52,6 +54,7 @@ class Borrowing(msgspec.Struct, frozen=True, eq=False):
             loan_s=np.where(holds, self.loan_s, 0.0 if other is None else other.loan_s),
             rest_s=np.where(holds, self.rest_s, rest.rest_s),
             rest_prompt_s=np.where(holds, self.rest_prompt_s, rest.rest_prompt_s),
+            displaced_s=np.where(holds, self.displaced_s, 0.0 if other is None else other.displaced_s),
             lenders=np.where(holds, self.lenders, rest.lenders),
         )
 
@@ -84,8 +87,8 @@ def borrow(
 ) -> Borrowing:
     """Return the best loan of each worker, which has `own_tokens` of the prompt already, on its device or pool."""
     nothing = np.zeros(len(rows))
-    best_prompt_s, best_s = prefill_s(figures, prompt_tokens - own_tokens, prompt_tokens)
-    best = Borrowing(nothing, nothing, best_s, best_prompt_s, np.full(len(rows), -1))
+    whole_prompt_s, whole_s = prefill_s(figures, prompt_tokens - own_tokens, prompt_tokens)
+    best = Borrowing(nothing, nothing, whole_s, whole_prompt_s, nothing, np.full(len(rows), -1))
     loads = team.at(rows)
     is_alike = len(team.identities) == 1
     for number, lender in enumerate(lenders):
@@ -102,6 +105,8 @@ def borrow(
         loan_s = ASK_S + tokens * (figures.kv_bytes_per_token / bandwidth + figures.promoted_token_s)
         rest_prompt_s, rest_s = prefill_s(figures, prompt_tokens - own_tokens - tokens, prompt_tokens)
         is_faster = (tokens > 0) & (loan_s + rest_s < best.loan_s + best.rest_s)
-        loan = Borrowing(tokens, loan_s, rest_s, rest_prompt_s, np.full(len(rows), number))
+        displaced_share = np.maximum(1 - figures.pool_tokens_free / np.maximum(tokens, 1.0), 0.0)
+        displaced_s = displaced_share * (whole_prompt_s - rest_prompt_s)
+        loan = Borrowing(tokens, loan_s, rest_s, rest_prompt_s, displaced_s, np.full(len(rows), number))
         best = loan.where(is_faster, best)
     return best

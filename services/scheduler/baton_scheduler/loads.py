@@ -257,6 +257,7 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.kv_blocks_total,
         heartbeat.kv_shared_share,
         1 - heartbeat.kv_shared_share,
+        heartbeat.pool_tokens_free,
         heartbeat.prefill_tokens_queued,
         heartbeat.prefill_pairs_queued,
         heartbeat.prefill_elapsed_s,

@@ -31,7 +31,7 @@ from baton.messages.placement import Candidate, Disaggregation, Place
 from baton.messages.workers import Role
 from baton_scheduler.lenders import Borrowing, Lender, borrow
 from baton_scheduler.team import Figures, Rows, Team, Vector, prefill_s
-from baton_scheduler.worker_load import WorkerLoad
+from baton_scheduler.worker_load import DISPLACED_WEIGHT, WorkerLoad
 
 WAIT_S: Final = 10.0
 """Predicted wait of an attempt on a worker that lacks all the KV it has, or all its slots; in proportion."""
@@ -243,6 +243,8 @@ class Prediction:
                 own_s = np.where(pays, fetching_s + loan.loan_s + loan.rest_s, own_s)
                 borrowing = loan.where(pays, borrowing)
         cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
+        if borrowing is not None:
+            cost_s += DISPLACED_WEIGHT * borrowing.displaced_s
         found = astuple(_promoting(room, promoted_tokens))
         return Computing(
             *found,

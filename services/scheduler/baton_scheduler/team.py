@@ -30,6 +30,7 @@ class Figures(NamedTuple):
     kv_tokens_max: Vector
     next_interval_s: Vector
     pair_s: Vector
+    pool_tokens_free: Vector
     promoted_token_s: Vector
     filed_token_s: Vector
     ready: Vector

@@ -13,6 +13,8 @@ COMPUTE_WEIGHT: Final = 1.0
 """Weight of an attempt's own prompt for others, beside its own time: prompts that come next wait for it, too."""
 COMPUTE_WEIGHT_PER_SEQUENCE: Final = 0.1
 """Added to it for each sequence that runs there: none of them gets a token while the prompt is computed."""
+DISPLACED_WEIGHT: Final = 1.0
+"""Weight of computing what a loan displaces in the borrower's full pool: others will compute that again."""
 PROMPTS_S: Final = 10.0
 """Time over which the share of prompts in a worker's time is averaged: about that of an answer."""
 PROMPTS_SHARE_MAX: Final = 0.95
@@ -64,6 +66,7 @@ class WorkerLoad:
         "limits",
         "next_interval_s",
         "pair_s",
+        "pool_tokens_free",
         "promoted_token_s",
         "promotion_bytes_per_s",
         "ready",
@@ -130,6 +133,7 @@ class WorkerLoad:
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
         rate = self.promotion_bytes_per_s
         self.promoted_token_s = heartbeat.kv_bytes_per_token / rate if rate else NEVER_S
+        self.pool_tokens_free = heartbeat.pool_tokens_free
         self.filed_token_s = NEVER_S
         """Time per token that is read from the pool's file, and promoted."""
         if heartbeat.loading is not None:

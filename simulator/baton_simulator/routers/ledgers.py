@@ -273,6 +273,7 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         steps=rates.steps(),
         transfers=rates.transfers(),
         promotion=rates.promotion() if spec.pool_blocks else None,
+        pool_tokens_free=state.pool_blocks_free * spec.block_tokens,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         attempts=tuple(book.attempts),
     )

@@ -113,6 +113,8 @@ class WorkerState(msgspec.Struct, frozen=True):
     kv_blocks_total: int
     active_decode_blocks: int
     """Part of `kv_blocks_used` that belongs to sequences in decode."""
+    pool_blocks_free: int = 0
+    """Blocks that the KV pool can take before it evicts."""
     measured: Measured = Measured()
 
 
