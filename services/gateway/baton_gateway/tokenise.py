@@ -13,10 +13,11 @@ import msgspec
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Constraint
 from baton.messages.base import pack_tokens
-from baton_gateway.bodies import ChatBody, CompletionBody, SamplingDefaults
+from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.chat_template import ChatTemplate
 from baton_gateway.constraints import format_constraint
 from baton_gateway.detokenise import Spellings
+from baton_gateway.parameters import SamplingDefaults
 from baton_gateway.parsing.forced_calls import calls_format, calls_or_json, opening_of, reasoning_of
 from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
 from baton_gateway.parsing.parser import load_format
