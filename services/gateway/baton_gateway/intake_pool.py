@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -49,6 +50,10 @@ BEGINNINGS_MAX: Final = 1024
 WRITE_BYTES: Final = 256 << 10
 """Bytes of a body copied at a time."""
 READ_BYTES: Final = 1 << 20
+NICENESS: Final = 5
+"""Niceness of the processes above the gateway's: where processors are short, its streams come before prompts."""
+LARGE_NICENESS: Final = 10
+"""Niceness of those for large bodies: other prompts come before these."""
 DROP_S: Final = 10.0
 """Time in which a process frees a body's memory."""
 
@@ -131,7 +136,8 @@ class LocalWorker:
 class _Processes:
     """Processes for bodies of one kind of length, with a bounded queue before them."""
 
-    def __init__(self, processes_max: int, waiting_bytes_max: int) -> None:
+    def __init__(self, processes_max: int, waiting_bytes_max: int, niceness: int) -> None:
+        self.niceness = niceness
         self._turns = asyncio.Semaphore(processes_max)
         self.waiting = ByteShares(waiting_bytes_max)
         self.idle: list[IntakeProcess] = []
@@ -177,8 +183,8 @@ class ProcessPool:
     ) -> None:
         self._clock = clock
         self._command = command
-        self._processes = _Processes(processes_max, waiting_bytes_max)
-        self._large_processes = _Processes(max(1, processes_max - 1), waiting_bytes_max)
+        self._processes = _Processes(processes_max, waiting_bytes_max, NICENESS)
+        self._large_processes = _Processes(max(1, processes_max - 1), waiting_bytes_max, LARGE_NICENESS)
         self.lent: set[IntakeProcess] = set()
         self._recovering: set[asyncio.Task[None]] = set()
 
@@ -194,7 +200,7 @@ class ProcessPool:
         processes = self._large_processes if is_large else self._processes
         await processes.wait_turn(tenant, len(body))
         beginning = crc32(body[:BEGINNING_BYTES])
-        process = processes.take_idle(beginning) or IntakeProcess(self._command)
+        process = processes.take_idle(beginning) or IntakeProcess(self._command, processes.niceness)
         process.note_beginning(beginning)
         self.lent.add(process)
         try:
@@ -239,8 +245,9 @@ class ProcessPool:
 class IntakeProcess:
     """One intake process. It starts with the first request; after an error of its pipes it counts as dead."""
 
-    def __init__(self, command: tuple[str, ...]) -> None:
+    def __init__(self, command: tuple[str, ...], niceness: int) -> None:
         self._command = command
+        self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
         self._exchange: asyncio.Task[Reply] | None = None
         self._is_broken = False
@@ -304,6 +311,8 @@ class IntakeProcess:
                     stdout=asyncio.subprocess.PIPE,
                     limit=READ_BYTES,
                 )
+                niceness = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
             await self._write(encode(request))
             if body is not None:
                 await self._write(body)
