@@ -14,6 +14,7 @@ import psutil
 import pytest
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
+from baton_gateway.intake_messages import LARGE_BYTES
 from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
 from baton_gateway.parsing.formats import FormatName
 from baton_gateway.tokenise import ModelTokenizer
@@ -148,14 +149,14 @@ async def test_a_process_that_meets_its_model_in_a_body_freezes_it_too(tmp_path:
 
 async def test_a_process_drops_a_long_body_that_is_not_planned() -> None:
     """The gateway refuses some bodies once they are parsed, by their model or parameters."""
-    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20)
+    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=8 << 20)
     held_bytes: list[int] = []
     try:
         for lists in (10, 500_000):
-            body = b'{"model": "tiny", "prompt": "x", "x": [' + b"[]," * lists + b"0]}"
+            body = b'{"model": "tiny", "prompt": "x", "x": [' + b"[]," * lists + b"0]}" + b" " * LARGE_BYTES
             async with pool.lend(body, None) as worker:
                 await worker.parse("text_completion", body)
-            async with pool.lend(b"", None):  # The process is lent again once it has dropped the body.
+            async with pool.lend(bytes(LARGE_BYTES), None):  # The process is lent again once it has dropped the body.
                 children = psutil.Process().children()
                 (process,) = (child for child in children if "baton_gateway.intake_process" in child.cmdline())
                 held_bytes.append(process.memory_info().rss)

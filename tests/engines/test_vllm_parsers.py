@@ -83,6 +83,8 @@ DIFFERENCES: Final[dict[FormatName, dict[str, str]]] = {
         "a name with a dot": "vLLM reads names without dots only",
         "white space around": "vLLM reads no calls on several lines",
         "a value that JSON does not have": "vLLM makes a list of a set",
+        "a character as a surrogate pair": "vLLM passes on what UTF-8 cannot hold",
+        "half a surrogate pair": "vLLM passes on what UTF-8 cannot hold",
     },
     FormatName.MISTRAL: {
         "ids between names and arguments": "vLLM takes the id for a part of the name",

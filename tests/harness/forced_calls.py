@@ -36,11 +36,16 @@ TOOLS: Final = [
 ]
 
 
+def tools_of(family: FormatName) -> list[Tool]:
+    """Return the tools that a family can call: Python's names have no dash."""
+    return TOOLS[:1] if family is FormatName.LLAMA4_PYTHONIC else TOOLS
+
+
 def forced(family: FormatName, *, parallel: bool) -> Constraint:
     """Return the constraint to calls of `TOOLS` in a family's format."""
     syntax = read_family(family).calls
     assert syntax is not None
-    return format_constraint(calls_format(syntax, schemas_of(TOOLS), parallel=parallel), "tools")
+    return format_constraint(calls_format(syntax, schemas_of(tools_of(family)), parallel=parallel), "tools")
 
 
 def calls_in(family: FormatName, text: str) -> list[Call]:

@@ -177,6 +177,19 @@ async def test_a_forced_call_is_enforced_by_the_engine(choice: Any) -> None:
         assert resumed.sampling.delivered_tokens > 0
 
 
+async def test_a_forced_call_in_python_syntax() -> None:
+    async with open_family(FormatName.LLAMA4_PYTHONIC) as (stage, client):
+        stage.say('[get_weather(city="Paris")]')
+        whole = await complete(client, messages=[USER], tools=TOOLS, tool_choice="required")
+        (call,) = message_of(whole)["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+        task = stage.workers["d1"].got(DecodeTask)[-1]
+        assert isinstance(task, DecodeTask)
+        assert task.sampling.constraint is not None
+        before, calls, after = json.loads(task.sampling.constraint.text)["format"]["elements"]
+        assert [before["value"], calls["tags"][0]["begin"], after["value"]] == ["[", "get_weather(", "]"]
+
+
 JSON_ANSWER = '{"say": "<tool_call>\\n{}</tool_call>"}'
 
 
@@ -205,7 +218,12 @@ async def test_beside_tools_a_json_schema_holds_for_answers_without_calls(text: 
 @pytest.mark.parametrize(
     ("family", "param", "fields"),
     [
-        (FormatName.LLAMA4_PYTHONIC, "tool_choice", {"tool_choice": "required"}),
+        (FormatName.LLAMA4_PYTHONIC, "tools", {"response_format": {"type": "json_object"}}),
+        (
+            FormatName.LLAMA4_PYTHONIC,
+            "tools[1].function.name",
+            {"tools": [*TOOLS, {"type": "function", "function": {"name": "a-b"}}], "tool_choice": "required"},
+        ),
         (FormatName.LLAMA_JSON, "tools", {"response_format": {"type": "json_object"}}),
     ],
 )
@@ -214,7 +232,7 @@ async def test_formats_in_which_calls_cannot_be_enforced(
 ) -> None:
     async with open_family(family) as (stage, client):
         with pytest.raises(openai.BadRequestError) as refused:
-            await complete(client, messages=[USER], tools=TOOLS, **fields)
+            await complete(client, messages=[USER], **{"tools": TOOLS} | fields)
         assert refused.value.param == param
         assert not stage.workers["d1"].got(DecodeTask)
 

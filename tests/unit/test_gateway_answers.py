@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from baton_gateway.answers import LOGPROB_MIN, AnswerHead, ChatFormat, CompletionFormat
+from baton_gateway.answers import LOGPROB_MIN, AnswerHead
 from baton_gateway.choice import Candidate, LogprobEntry, Piece
 from baton_gateway.guard import error_response
+from baton_gateway.openai_answers import ChatFormat, CompletionFormat
 
 from baton.errors import BatonError
 

@@ -7,22 +7,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from baton_gateway.bodies import (
+from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, parse
+from baton_gateway.intake import room_of
+from baton_gateway.parameters import (
     EXTENSIONS_BYTES_MAX,
     EXTENSIONS_MAX,
     NEUTRAL,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
     SamplingDefaults,
     constraint_of,
     extensions_of,
     limit_output,
     output_of,
-    parse,
     sampling_of,
 )
-from baton_gateway.intake import room_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pytest
 from baton_gateway import constraints, fields
-from baton_gateway.bodies import NAMES, ChatBody, CompletionBody, GenerationBody, extensions_of, name_of, parse
+from baton_gateway.bodies import NAMES, ChatBody, CompletionBody, GenerationBody, parse
+from baton_gateway.parameters import extensions_of, name_of
 from baton_gateway.stop_strings import StopScanner
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from baton_gateway.bodies import ChatBody, parse
 from baton_gateway.intake import Intake
 from baton_gateway.parsing.forced_calls import Reasoning, calls_format, opening_of, reasoning_of
 from baton_gateway.parsing.formats import CallSyntax, FormatName, ParsingOptions, read_family
+from baton_gateway.parsing.python_calls import arguments_format, check_tool
 from baton_gateway.tool_bodies import ENFORCED_MAX
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,11 +54,17 @@ def arguments_in(style: str, arguments: dict[str, Any]) -> str:
     match style:
         case "json":
             return json.dumps(arguments, ensure_ascii=False)
+        case "python":
+            return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         case "glm_xml":
             pairs = (f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in arguments.items())
             return "\n".join(pairs)
         case _:
             return "\n".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
+
+
+def in_python(name: str) -> str:
+    return name.replace("-", "_")
 
 
 @pytest.mark.parametrize("family", FORCED)
@@ -67,6 +74,8 @@ def test_what_is_enforced_is_read(
 ) -> None:
     syntax = syntax_of(family)
     calls = calls if syntax.parallel else calls[:1]
+    if syntax.style == "python":
+        calls = [(in_python(name), {in_python(key): value for key, value in each.items()}) for name, each in calls]
     begin, end = syntax.reasoning
     reasoned = reasoned and "thinking" in read_family(family).response_template["fields"]
     text = (f"{begin}Hm.{end}\n\n" if reasoned else "") + written(syntax, calls)
@@ -82,7 +91,7 @@ def test_what_is_enforced_is_read(
     parts.append(parser.finish())
     assert "".join(part.reasoning for part in parts) == ("Hm." if reasoned else "")
     found = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
-    if syntax.style == "json":
+    if syntax.style in ("json", "python"):
         assert found == calls
     else:  # Where two calls of one name have a text and a number, the schema says text.
         assert [name for name, _ in found] == [name for name, _ in calls]
@@ -92,12 +101,15 @@ def test_what_is_enforced_is_read(
 
 
 def test_families_that_cannot_be_forced() -> None:
-    assert set(FAMILIES) - set(FORCED) == {FormatName.LLAMA4_PYTHONIC, FormatName.THINK}
+    assert set(FAMILIES) - set(FORCED) == {FormatName.THINK}
 
 
 def test_calls_that_are_told_from_json_by_their_beginning() -> None:
     unlike = {name: opening_of(syntax_of(name)) for name in FORCED}
-    assert [name for name, opening in unlike.items() if not opening] == [FormatName.LLAMA_JSON]
+    assert [name for name, opening in unlike.items() if not opening] == [
+        FormatName.LLAMA4_PYTHONIC,
+        FormatName.LLAMA_JSON,
+    ]
     assert unlike[FormatName.MISTRAL_V3] == "[T"
 
 
@@ -146,6 +158,58 @@ def test_one_call_where_parallel_calls_are_not_wanted() -> None:
 )
 def test_where_reasoning_may_be(prefix: str, reasons: bool, expected: Reasoning) -> None:
     assert reasoning_of(syntax_of(FormatName.HERMES), prefix, reasons=reasons) is expected
+
+
+def sequences(form: dict[str, Any]) -> set[str]:
+    """Return all texts of a format, each value as a `?`."""
+    match form["type"]:
+        case "const_string":
+            return {form["value"]}
+        case "optional":
+            return {"", *sequences(form["content"])}
+        case "or":
+            return set[str]().union(*map(sequences, form["elements"]))
+        case "sequence":
+            return set(map("".join, product(*map(sequences, form["elements"]))))
+        case _:
+            return {"?"}
+
+
+@given(st.integers(0, 7), st.sets(st.integers(0, 6)))
+def test_python_arguments_are_all_required_ones_and_any_others(count: int, required: set[int]) -> None:
+    names = [f"a{number}" for number in range(count)]
+    needed = [name for number, name in enumerate(names) if number in required]
+    others = [name for name in names if name not in needed]
+    form = arguments_format({"properties": {name: {} for name in names}, "required": needed}, {})
+    chosen = [[*needed, *each] for length in range(len(others) + 1) for each in combinations(others, length)]
+    assert sequences(form) == {", ".join(f"{name}=?" for name in each) for each in chosen}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "path"),
+    [
+        ("get-weather", {}, "name"),
+        ("a..b", {}, "name"),
+        ("f", {"properties": {"a": {}, "from": {}}}, "parameters.properties"),
+        ("f", {"properties": {"x-y": {}}}, "parameters.properties"),
+        ("f", {"properties": {"ﬁ": {}}}, "parameters.properties"),
+        ("f", {"minProperties": 1}, "parameters.minProperties"),
+        ("f", {"properties": {"a": {"items": {"$ref": "#"}}}}, "parameters.properties.a.items.$ref"),
+        ("f", {"$defs": {"b": {"$ref": "#/properties/a"}}, "properties": {"a": {}}}, "parameters.$defs.b.$ref"),
+    ],
+)
+def test_tools_that_have_no_form_in_python_syntax(name: str, parameters: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_tool(name, parameters, "tools[3].function")
+    assert refused.value.param == f"tools[3].function.{path}"
+
+
+def test_references_of_python_arguments_find_their_definitions() -> None:
+    definitions = {"city": {"enum": ["Rome"]}}
+    parameters = {"$defs": definitions, "properties": {"a": {"$ref": "#/$defs/city"}, "b": True}, "required": ["a"]}
+    check_tool("maps.find_city", parameters, "tools[0].function")
+    value = arguments_format(parameters, {})["elements"][0]["elements"][1]
+    assert value["json_schema"] == {"$ref": "#/$defs/city", "$defs": definitions}
 
 
 def chat(parameters: dict[str, Any], **fields: Any) -> bytes:

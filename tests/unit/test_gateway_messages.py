@@ -11,9 +11,9 @@ from baton_gateway.answers import AnswerHead, WholeChoice, usage_of
 from baton_gateway.anthropic.conversion import parse_count, parse_messages
 from baton_gateway.anthropic.errors import error_body, status_of
 from baton_gateway.anthropic.events import MessageEvents
-from baton_gateway.bodies import constraint_of
 from baton_gateway.choice import Piece, ToolCall
 from baton_gateway.order import Outcome
+from baton_gateway.parameters import constraint_of
 from baton_gateway.parsing.formats import FormatName, ParsingOptions
 from hypothesis import given
 from hypothesis import strategies as st

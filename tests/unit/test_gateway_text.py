@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from baton_gateway.bodies import OutputOptions
 from baton_gateway.choice import ChoiceText
 from baton_gateway.detokenise import PROMPT_TOKENS, Spellings, Vocabulary
+from baton_gateway.parameters import OutputOptions
 from baton_gateway.stop_strings import StopScanner
 from hypothesis import example, given
 from hypothesis import strategies as st

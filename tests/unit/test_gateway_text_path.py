@@ -11,12 +11,13 @@ from typing import cast
 
 import pytest
 from baton_gateway import attempt_events as ev
-from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, EventWriter
-from baton_gateway.bodies import OutputOptions
+from baton_gateway.answers import AnswerHead
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import BytesByToken, Vocabulary
+from baton_gateway.openai_answers import ChatFormat, CompletionFormat, EventWriter
 from baton_gateway.order import Outcome
 from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.parameters import OutputOptions
 from baton_gateway.turn_writer import HELD_BYTES_MAX, TurnTransport, TurnWriter, write_part
 from hypothesis import given
 from hypothesis import strategies as st

@@ -68,6 +68,10 @@ def test_parameters_are_refused_where_no_decode_worker_takes_all_of_them() -> No
         assert refusal.value.param == named
     with pytest.raises(InvalidRequest):
         table.check_parameters("m", ["a", "c"])
+    with pytest.raises(InvalidRequest, match=r"did you mean `tool_choice`\?$"):
+        table.check_parameters("m", ["tool_choise"])
+    with pytest.raises(InvalidRequest, match=r"`structured_outputs\.json`$"):
+        table.check_parameters("m", ["structured_outputs.json"])
 
 
 def test_only_decode_workers_that_stay_serve_a_model() -> None:

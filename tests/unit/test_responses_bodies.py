@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from baton_gateway.bodies import ChatBody, sampling_of
+from baton_gateway.bodies import ChatBody
+from baton_gateway.parameters import sampling_of
 from baton_gateway.responses.bodies import ResponseContext, ResponseRequest, read_envelope
 from hypothesis import given
 from hypothesis import strategies as st

@@ -21,7 +21,7 @@ from baton import subjects
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
-from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, Events, EventWriter, to_json
+from baton_gateway.answers import AnswerHead, Events, to_json
 from baton_gateway.anthropic.bodies import MessagesBody
 from baton_gateway.anthropic.events import MessageEvents
 from baton_gateway.bodies import ChatBody, CompletionBody
@@ -32,6 +32,7 @@ from baton_gateway.idempotency import HEADER, Once
 from baton_gateway.idempotency_store import AnswerStore, RedisAnswers
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
+from baton_gateway.openai_answers import ChatFormat, CompletionFormat, EventWriter
 from baton_gateway.respond import AnswerResponse, while_connected
 from baton_gateway.responses import endpoint
 from baton_gateway.responses.bodies import ResponsesBody

@@ -12,7 +12,8 @@ import msgspec
 from jinja2 import TemplateError
 
 from baton.errors import InvalidRequest
-from baton_gateway.bodies import ChatBody, ChatMessage, pack_bounded
+from baton_gateway.bodies import ChatBody, ChatMessage
+from baton_gateway.parameters import pack_bounded
 from baton_gateway.tool_bodies import CalledTool
 
 TEMPLATE_ERRORS: Final = (

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.messages.attempts import TokenLogprob
-from baton_gateway.bodies import OutputOptions
 from baton_gateway.detokenise import Vocabulary
+from baton_gateway.parameters import OutputOptions
 from baton_gateway.stop_strings import StopScanner
 
 

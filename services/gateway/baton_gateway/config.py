@@ -161,9 +161,17 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "process until the request's deadline, with as much memory as it takes."
         ),
     ] = False
-    intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
+    intake_processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes that read and tokenise long bodies. Those of 256 KiB and more have one fewer of "
+            "their own, at least one.",
+        ),
+    ] = 2
     intake_waiting_bytes_max: Annotated[
-        int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")
+        int, Meta(ge=0, description="Total length of bodies that wait for either of these; beyond this, 429.")
     ] = 64 << 20
     stream_keep_alive_s: Annotated[
         float,

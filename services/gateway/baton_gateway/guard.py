@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
-from baton_gateway.answers import error_body, to_json
+from baton_gateway.answers import to_json
 from baton_gateway.anthropic import errors as anthropic
 from baton_gateway.bodies import REQUEST_NAME
 from baton_gateway.drain_state import DrainState
+from baton_gateway.openai_answers import error_body
 from baton_gateway.tenants.keyring import Keyring
 from baton_gateway.tenants.quotas import Quotas
 

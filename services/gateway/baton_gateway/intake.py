@@ -13,10 +13,10 @@ from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens, unpack_tokens
 from baton_gateway.anthropic.conversion import parse_count, parse_messages
-from baton_gateway.bodies import (
+from baton_gateway.bodies import ChatBody, CompletionBody, parse
+from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
+from baton_gateway.parameters import (
     NEUTRAL,
-    ChatBody,
-    CompletionBody,
     OutputOptions,
     asked_of,
     constraint_of,
@@ -24,11 +24,9 @@ from baton_gateway.bodies import (
     limit_output,
     name_of,
     output_of,
-    parse,
     sampling_of,
     session_of,
 )
-from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
 from baton_gateway.responses.bodies import Asked, ResponseContext, ResponseRequest
 from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer

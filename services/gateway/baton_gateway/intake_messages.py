@@ -24,7 +24,7 @@ from baton_gateway.workers import Model
 
 LENGTH_BYTES: Final = 4
 LARGE_BYTES: Final = 256 << 10
-"""Length from which a body is large: large ones leave one process to the others, which drops them when all is done."""
+"""Length from which a body is large: it goes to a process for large ones, which drops it when all is done."""
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):

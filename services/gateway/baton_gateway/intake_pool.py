@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -49,6 +50,10 @@ BEGINNINGS_MAX: Final = 1024
 WRITE_BYTES: Final = 256 << 10
 """Bytes of a body copied at a time."""
 READ_BYTES: Final = 1 << 20
+NICENESS: Final = 5
+"""Niceness of the processes above the gateway's: where processors are short, its streams come before prompts."""
+LARGE_NICENESS: Final = 10
+"""Niceness of those for large bodies: other prompts come before these."""
 DROP_S: Final = 10.0
 """Time in which a process frees a body's memory."""
 
@@ -128,8 +133,45 @@ class LocalWorker:
         return self._intake.convert(self._load(model.path), model, salt=salt)
 
 
+class _Processes:
+    """Processes for bodies of one kind of length, with a bounded queue before them."""
+
+    def __init__(self, processes_max: int, waiting_bytes_max: int, niceness: int) -> None:
+        self.niceness = niceness
+        self._turns = asyncio.Semaphore(processes_max)
+        self.waiting = ByteShares(waiting_bytes_max)
+        self.idle: list[IntakeProcess] = []
+
+    async def wait_turn(self, tenant: str, size_bytes: int) -> None:
+        if self._turns.locked() and not self.waiting.fits(tenant, size_bytes):
+            raise Overloaded("too many long prompts are waiting to be read", retry_after_s=1.0)
+        self.waiting.take(tenant, size_bytes)
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting.take(tenant, -size_bytes)
+
+    def take_idle(self, beginning: int) -> IntakeProcess | None:
+        """Take the idle process that knows most of a body's tokens: the one that read the conversation's last turn."""
+        idle = self.idle = [process for process in self.idle if process.is_alive]
+        chosen = next((process for process in idle if beginning in process.beginnings), idle[-1] if idle else None)
+        if chosen is not None:
+            idle.remove(chosen)
+        return chosen
+
+    def take_back(self, process: IntakeProcess) -> None:
+        if process.is_alive:
+            self.idle.append(process)
+        else:
+            process.end()
+        self._turns.release()
+
+
 class ProcessPool:
-    """Pool of intake processes, started on first need and replaced when they die, with a bounded queue before it."""
+    """Pool of intake processes, started on first need and replaced when they die.
+
+    Large bodies have processes and a queue of their own, so that others neither wait for them nor are refused.
+    """
 
     def __init__(
         self,
@@ -141,11 +183,8 @@ class ProcessPool:
     ) -> None:
         self._clock = clock
         self._command = command
-        self._slots = asyncio.Semaphore(processes_max)
-        self._large_slots = asyncio.Semaphore(max(1, processes_max - 1))
-        self.waiting = ByteShares(waiting_bytes_max)
-        """Lengths of the bodies that wait for a process."""
-        self._idle: list[IntakeProcess] = []
+        self._processes = _Processes(processes_max, waiting_bytes_max, NICENESS)
+        self._large_processes = _Processes(max(1, processes_max - 1), waiting_bytes_max, LARGE_NICENESS)
         self.lent: set[IntakeProcess] = set()
         self._recovering: set[asyncio.Task[None]] = set()
 
@@ -157,49 +196,25 @@ class ProcessPool:
     async def lend(
         self, body: bytes | bytearray, until_s: float | None, *, tenant: str = ""
     ) -> AsyncGenerator[IntakeProcess]:
-        large = len(body) >= LARGE_BYTES
-        await self._wait_turn(tenant, len(body), large=large)
+        is_large = len(body) >= LARGE_BYTES
+        processes = self._large_processes if is_large else self._processes
+        await processes.wait_turn(tenant, len(body))
         beginning = crc32(body[:BEGINNING_BYTES])
-        process = self._take_idle(beginning) or IntakeProcess(self._command)
+        process = processes.take_idle(beginning) or IntakeProcess(self._command, processes.niceness)
         process.note_beginning(beginning)
         self.lent.add(process)
         try:
             yield process
         finally:
             # The borrower may be gone before the work is done. The process is lent again once it is free.
-            if process.is_busy or process.holds_body or large:
-                task = asyncio.create_task(self._recover(process, until_s, large=large))
+            if process.is_busy or process.holds_body or is_large:
+                task = asyncio.create_task(self._recover(process, processes, until_s))
                 self._recovering.add(task)
                 task.add_done_callback(self._recovering.discard)
             else:
-                self._take_back(process, large=large)
+                self._take_back(process, processes)
 
-    def _take_idle(self, beginning: int) -> IntakeProcess | None:
-        """Take the idle process that knows most of a body's tokens: the one that read the conversation's last turn."""
-        idle = self._idle = [process for process in self._idle if process.is_alive]
-        chosen = next((process for process in idle if beginning in process.beginnings), idle[-1] if idle else None)
-        if chosen is not None:
-            idle.remove(chosen)
-        return chosen
-
-    async def _wait_turn(self, tenant: str, size_bytes: int, *, large: bool) -> None:
-        must_wait = self._slots.locked() or (large and self._large_slots.locked())
-        if must_wait and not self.waiting.fits(tenant, size_bytes):
-            raise Overloaded("too many long prompts are waiting to be read", retry_after_s=1.0)
-        self.waiting.take(tenant, size_bytes)
-        try:
-            if large:
-                await self._large_slots.acquire()
-            try:
-                await self._slots.acquire()
-            except BaseException:
-                if large:
-                    self._large_slots.release()
-                raise
-        finally:
-            self.waiting.take(tenant, -size_bytes)
-
-    async def _recover(self, process: IntakeProcess, until_s: float | None, *, large: bool) -> None:
+    async def _recover(self, process: IntakeProcess, processes: _Processes, until_s: float | None) -> None:
         """Wait until a process has finished its work and dropped the body; kill it if that takes too long."""
         try:
             async with self._clock.timeout(None if until_s is None else max(0.0, until_s - self._clock.now_s())):
@@ -210,20 +225,19 @@ class ProcessPool:
         except TimeoutError:
             await process.kill()
         finally:
-            self._take_back(process, large=large)
+            self._take_back(process, processes)
 
-    def _take_back(self, process: IntakeProcess, *, large: bool) -> None:
+    def _take_back(self, process: IntakeProcess, processes: _Processes) -> None:
         self.lent.discard(process)
-        if process.is_alive:
-            self._idle.append(process)
-        else:
-            process.end()
-        if large:
-            self._large_slots.release()
-        self._slots.release()
+        processes.take_back(process)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the bodies that wait for a process."""
+        return self._processes.waiting.held_bytes + self._large_processes.waiting.held_bytes
 
     async def close(self) -> None:
-        for process in [*self._idle, *self.lent]:
+        for process in [*self._processes.idle, *self._large_processes.idle, *self.lent]:
             await process.kill()
         await asyncio.gather(*self._recovering)
 
@@ -231,8 +245,9 @@ class ProcessPool:
 class IntakeProcess:
     """One intake process. It starts with the first request; after an error of its pipes it counts as dead."""
 
-    def __init__(self, command: tuple[str, ...]) -> None:
+    def __init__(self, command: tuple[str, ...], niceness: int) -> None:
         self._command = command
+        self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
         self._exchange: asyncio.Task[Reply] | None = None
         self._is_broken = False
@@ -296,6 +311,8 @@ class IntakeProcess:
                     stdout=asyncio.subprocess.PIPE,
                     limit=READ_BYTES,
                 )
+                niceness = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
             await self._write(encode(request))
             if body is not None:
                 await self._write(body)

@@ -133,8 +133,6 @@ def main(load: Callable[[str], ModelTokenizer]) -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     gc.disable()
-    # Where processors are short, the gateway's streams come before the intake of a prompt.
-    os.nice(5)
     # Output that libraries print must not mix with the frames.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -8,7 +8,7 @@ work that they can cause in an engine's step; their syntax is the engine's to ju
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
@@ -105,7 +105,15 @@ def check_schema(schema: object, where: str) -> None:
         _check_reference(node, path, root, schemas, ended)
 
 
-def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str | _Below]]:
+def check_references(schema: Mapping[str, object], where: str, places: Sequence[str]) -> None:
+    """Raise InvalidRequest, with the path, if a checked schema refers to a part that is in none of `places`."""
+    for node, path in _subschemas(schema, where):
+        reference = node.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(tuple(f"#/{place}/" for place in places)):
+            raise _wrong(_Below(path, "$ref"), f"refers to a part of {' or '.join(f'`{place}`' for place in places)}")
+
+
+def _subschemas(schema: Mapping[str, object], where: str) -> Iterator[tuple[dict[str, object], str | _Below]]:
     """Yield each schema and its path, parents first. Raises InvalidRequest for a subschema that is none."""
     pending: list[tuple[object, str | _Below]] = [(schema, where)]
     while pending:

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import InvalidRequest, Unavailable
-from baton_gateway.answers import error_body, to_json
+from baton_gateway.answers import to_json
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
+from baton_gateway.openai_answers import error_body
 from baton_gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 from baton_gateway.service import Gateway
 from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_part

@@ -13,13 +13,15 @@ import msgspec
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Constraint
 from baton.messages.base import pack_tokens
-from baton_gateway.bodies import ChatBody, CompletionBody, SamplingDefaults
+from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.chat_template import ChatTemplate
 from baton_gateway.constraints import format_constraint
 from baton_gateway.detokenise import Spellings
+from baton_gateway.parameters import SamplingDefaults
 from baton_gateway.parsing.forced_calls import calls_format, calls_or_json, opening_of, reasoning_of
 from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
 from baton_gateway.parsing.parser import load_format
+from baton_gateway.parsing.python_calls import check_tool
 from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
 from baton_gateway.tool_bodies import names_one_tool, schemas_of, text_parameters, trimmed_parameters
@@ -125,6 +127,10 @@ class ModelTokenizer:
             raise InvalidRequest(said, param="tool_choice" if body.required_tools() else "tools")
         parallel = body.parallel_tool_calls is not False and not names_one_tool(body.tool_choice)
         if required := body.required_tools():
+            if form.spec.is_python:
+                for index, tool in enumerate(body.tools or ()):
+                    if tool in required:
+                        check_tool(tool.function.name, tool.arguments_schema(), f"tools[{index}].function")
             reasoning = reasoning_of(syntax, form.prefix_of(prompt), reasons=form.spec.reasoning)
             calls = calls_format(syntax, schemas_of(required), parallel=parallel, reasoning=reasoning)
             return format_constraint(calls, "tools")

@@ -72,8 +72,9 @@ class WorkerTable:
         if lacking and all(lacking):
             name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
             parameters = {name for beat in self.members.beats() for name in beat.parameters}
-            said = f"no worker of the model `{model}` takes the parameter `{name}`{hint(name, NAMES | parameters)}"
-            raise InvalidRequest(said, param=name)
+            # A part of a known field, such as `structured_outputs.json`, is spelt as it should be.
+            meant = "" if name.partition(".")[0] in NAMES else hint(name, NAMES | parameters)
+            raise InvalidRequest(f"no worker of the model `{model}` takes the parameter `{name}`{meant}", param=name)
 
     def _serving(self) -> list[Heartbeat]:
         return [each for each in self.members.beats() if each.role is Role.DECODE and not each.draining]

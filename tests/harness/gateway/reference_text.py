@@ -9,9 +9,9 @@ import codecs
 from collections.abc import Callable, Sequence
 
 import msgspec
-from baton_gateway.answers import Format
-from baton_gateway.bodies import OutputOptions
 from baton_gateway.choice import Candidate, LogprobEntry, Piece
+from baton_gateway.openai_answers import Format
+from baton_gateway.parameters import OutputOptions
 from baton_gateway.stop_strings import StopScanner
 
 from baton.messages.attempts import TokenLogprob

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from baton_gateway.bodies import SamplingDefaults
 from baton_gateway.detokenise import Spellings
 from baton_gateway.intake_process import main
+from baton_gateway.parameters import SamplingDefaults
 from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 
 from baton.messages.base import pack_tokens

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Final, cast
@@ -89,27 +87,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError("no number of JSON")
     return number
-
-
-def pythonic_calls(text: str) -> list[Call]:
-    """Return the calls in a list of Python calls, such as `[weather(city="Rome")]`. Raises one of `MALFORMED`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Strings with unknown escapes are the model's business.
-        tree = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
-        raise ValueError("no list of calls")
-    return [_pythonic_call(node) for node in tree.elts]
-
-
-def _pythonic_call(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("no call, or one with arguments without names")
-    arguments: dict[str, object] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("arguments without names")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return make_call(ast.unparse(node.func), arguments)
 
 
 def call_id(request: str, index: int, *, prefix: str, chars: int) -> str:

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Any, Final, cast
 
 from baton_gateway.parsing.formats import CallSyntax
+from baton_gateway.parsing.python_calls import arguments_format
 
 SPACES_MAX: Final = 8
 """Most white space between two parts of the arguments: models with any weights come to the end of it."""
@@ -65,8 +66,12 @@ def opening_of(syntax: CallSyntax) -> str:
 
 def _tag(syntax: CallSyntax, name: str, schema: object) -> dict[str, Any]:
     """Return one call, from the text before its first place with a choice to the text after its last."""
-    arguments: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES_MAX}
-    if syntax.style != "json":
+    options: dict[str, Any] = {"max_whitespace_cnt": SPACES_MAX}
+    if syntax.style == "python":
+        arguments = arguments_format(cast("dict[str, Any]", schema), options)
+    else:
+        arguments = {"type": "json_schema", "json_schema": schema, **options}
+    if syntax.style in ("qwen_xml", "glm_xml"):
         # White space beside a tag is read as part of the value; xgrammar takes no less than one character.
         arguments |= {"style": syntax.style, "max_whitespace_cnt": 1}
     places = {"index": _INDEX, "arguments": arguments}
@@ -102,4 +107,5 @@ def _text(value: str) -> dict[str, Any]:
 
 
 def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]}
+    # xgrammar takes no sequence without parts.
+    return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""] or parts[:1]}

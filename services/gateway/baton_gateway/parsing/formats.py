@@ -43,8 +43,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     before: str = ""
     between: str = ""
     after: str = ""
-    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
-    """xgrammar's name of the form of arguments."""
+    style: Literal["json", "qwen_xml", "glm_xml", "python"] = "json"
+    """The form of arguments: xgrammar's name of it, or `python`."""
     parallel: bool = True
     """Whether an answer may have several calls."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
@@ -61,14 +61,17 @@ class FormatSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether the model reasons; then every chat is parsed, with tools or without."""
     reasoning_by: str = ""
     """Mark in the chat templates of the models of this family that reason; empty: none of them does."""
-    pythonic: bool = False
-    """Whether calls are written as a list of Python calls."""
     id_prefix: str = "call_"
     id_chars: int = 24
     calls: CallSyntax | None = None
     """None: no answer of this format can be forced to have calls."""
     response_template: dict[str, Any]
     """Regions of the text, in the form that `transformers.utils.chat_parsing` reads."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether calls are written as a list of Python calls."""
+        return self.calls is not None and self.calls.style == "python"
 
     @property
     def has_tools(self) -> bool:

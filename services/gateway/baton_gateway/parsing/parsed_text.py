@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages.attempts import TokenLogprob
-from baton_gateway.bodies import OutputOptions
 from baton_gateway.choice import ChoiceText, Piece, ToolCall
 from baton_gateway.detokenise import Vocabulary
+from baton_gateway.parameters import OutputOptions
 from baton_gateway.parsing.calls import call_id
 from baton_gateway.parsing.forced_calls import opening_of
 from baton_gateway.parsing.formats import ParsingOptions

@@ -14,8 +14,9 @@ from typing import Any, Final, cast
 import msgspec
 
 from baton.errors import ConfigurationError
-from baton_gateway.parsing.calls import MALFORMED, Call, calls_of, pythonic_calls
+from baton_gateway.parsing.calls import MALFORMED, Call, calls_of
 from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions, find_format, own_format
+from baton_gateway.parsing.python_calls import python_calls
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +98,8 @@ class AnswerFormat:
         if self._argument is not None and not (is_closed and not self._argument.sub("", body).strip()):
             return []  # Unlike JSON, tags do not tell whether all of them are there.
         try:
-            if self.spec.pythonic:
-                return pythonic_calls(body)
+            if self.spec.is_python:
+                return python_calls(body)
             match = self._calls.open_re.search(opening + body)
             captures = {name: text for name, text in match.groupdict().items() if text is not None} if match else {}
             value = self._library.content_parsers.process_field(body, self._calls, captures)
