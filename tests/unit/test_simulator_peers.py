@@ -44,7 +44,7 @@ def held(name: str, workers: Sequence[WorkerSpec] = AGGREGATED) -> Held:
 
 def idle(worker: WorkerSpec, kv_used: int = 0, decoded_tokens: int = 0) -> WorkerState:
     measured = Measured(decoded_tokens=decoded_tokens)
-    return WorkerState(worker.name, worker.role, 0, 0, 0, kv_used, worker.kv_blocks_total, kv_used, measured)
+    return WorkerState(worker.name, worker.role, 0, 0, 0, kv_used, worker.kv_blocks_total, kv_used, measured=measured)
 
 
 # ---------------------------------------------------------------- round-robin, least loaded, sticky

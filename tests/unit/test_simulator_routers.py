@@ -59,7 +59,7 @@ def run(router: Router, workers: Sequence[WorkerSpec], seed: int, requests: int 
         for worker in workers:
             used = random.randrange(1000)
             measured = Measured(decoded_tokens=random.randrange(100))
-            router.beat(WorkerState(worker.name, worker.role, 0, 0, 0, used, 1000, used, measured), now_s)
+            router.beat(WorkerState(worker.name, worker.role, 0, 0, 0, used, 1000, used, measured=measured), now_s)
     for each in queued + decoding:
         router.prefilled(each, requests)
         router.ended(each, requests)
