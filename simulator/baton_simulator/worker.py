@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton_simulator.cache import PrefixCache
@@ -116,24 +116,15 @@ class Run:
         elapsed_s = now_s - self.start_s
         low, high = 0, self.steps
         if not self.chunks:
-            # All steps take the same time; rounding is left to the search.
-            guess = int(elapsed_s / (self.factor * self.base_s))
-            low, high = max(min(guess - 1, high), 0), min(guess + 1, high)
+            # All steps take the same time; the quotient may be one off by rounding.
+            steps = min(int(elapsed_s / (self.factor * self.base_s)), high)
+            if steps < high and self.factor * ((steps + 1) * self.base_s) <= elapsed_s:
+                return steps + 1
+            return steps - 1 if steps and self.factor * (steps * self.base_s) > elapsed_s else steps
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.time_s(middle) <= elapsed_s else (low, middle - 1)
         return low
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Measurements since the last heartbeat."""
-
-    events: list[Event] = field(default_factory=list[Event])
-    decoded_tokens: int = 0
-
-    def read(self) -> Measured:
-        return Measured(self.events, self.decoded_tokens)
 
 
 class Worker:
@@ -158,6 +149,8 @@ class Worker:
         """Time of the next heartbeat, which the replay sends."""
         self.idle_beats = 0
         """Heartbeats since the last change, of which each found the worker idle."""
+        self._idle = WorkerState(spec.name, spec.role, 0, 0, 0, 0, spec.kv_blocks_total, 0)
+        """What they tell without a pool, the first one apart, which has measurements."""
         self._model = model
         self._chunk_tokens = spec.step_tokens_max
         self._queue = queue
@@ -181,7 +174,10 @@ class Worker:
         self._step = 0
         self._serial = 0
         self._run: Run | None = None
-        self._meter = _Meter()
+        self._events: list[Event] = []
+        """What was measured since the last heartbeat."""
+        self._decoded_tokens = 0
+        """Tokens since then, after the first of each sequence."""
 
     # ------------------------------------------------------------ reading
 
@@ -191,25 +187,28 @@ class Worker:
 
     def report(self, now_s: float) -> WorkerState:
         """Return the state at `now_s` with the measurements since the last report. Nothing may have changed since."""
+        if self.idle_beats and not self.cache.in_use and self.pool is None:
+            return self._idle
         run = self._run
-        computing = joiners = 0
+        running = len(self._prompts) + len(self._promoting) + len(self._sequences) + len(self._joiners) + self._held
+        queued = self._waiting_tokens
         if run is not None:
             done = run.steps_at(now_s)
             self._count(run, done)
             for _, tokens in run.chunks:
-                computing += tokens * done
-            joiners = len(run.joiners)
-        queued = self._waiting_tokens - computing
-        for prompts in (self._prompts, self._promoting.values()):
-            for leg in prompts:
-                queued += leg.prompt_tokens - leg.position
-        computed_here = len(self._prompts) + len(self._promoting)
-        measured, self._meter = self._meter.read(), _Meter()
+                queued -= tokens * done
+            running += len(run.joiners)
+        for leg in self._prompts:
+            queued += leg.prompt_tokens - leg.position
+        for leg in self._promoting.values():
+            queued += leg.prompt_tokens - leg.position
+        measured = Measured(self._events, self._decoded_tokens)
+        self._events, self._decoded_tokens = [], 0
         spec, used = self.spec, self.cache.in_use
         return WorkerState(
             name=spec.name,
             role=spec.role,
-            running=computed_here + len(self._sequences) + len(self._joiners) + joiners + self._held,
+            running=running,
             waiting=len(self._waiting) + len(self._waiting_pulls) + self._pulling,
             prefill_tokens_queued=queued,
             kv_blocks_used=used,
@@ -237,7 +236,7 @@ class Worker:
         if self._run is not None:
             # A worker sees each token as it comes: those before this prompt belong to none of its time.
             self._count(self._run, self._run.steps_at(now_s))
-        self._meter.events.append(Event(now_s, "entered", leg.request))
+        self._events.append(Event(now_s, "entered", leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
         self._proceed(cut=len(self._waiting) == 1 and not leg.is_borrowing and self._takes_prompts())
 
@@ -250,7 +249,7 @@ class Worker:
         if size_bytes:
             leg.borrowing_s = waited_s
             now_s = self._queue.now_s
-            self._meter.events.append(
+            self._events.append(
                 Event(now_s, "borrowed", leg.request, peer=lender, size_bytes=size_bytes, elapsed_s=moving_s)
             )
         self._proceed(cut=self._takes_prompts())
@@ -265,7 +264,7 @@ class Worker:
         self._pulling -= 1
         leg.position = leg.prompt_tokens
         now_s = self._queue.now_s
-        self._meter.events.append(
+        self._events.append(
             Event(
                 now_s,
                 "pulled",
@@ -396,7 +395,7 @@ class Worker:
             size_bytes=blocks * pool.block_bytes,
             elapsed_s=pool.copy_s(blocks),
         )
-        self._meter.events.append(event)
+        self._events.append(event)
         if self._promoting.pop(leg.request, None) is not None:
             self._prompts.append(leg)
             self._proceed(cut=self._takes_prompts())
@@ -436,7 +435,7 @@ class Worker:
 
     def _on_computed(self, leg: Leg) -> None:
         computed_tokens = leg.prompt_tokens - leg.cached_tokens
-        self._meter.events.append(
+        self._events.append(
             Event(
                 self._queue.now_s,
                 "computed",
@@ -455,7 +454,7 @@ class Worker:
             self._on_first_token(leg)
 
     def _on_first_token(self, leg: Leg) -> None:
-        self._meter.events.append(Event(self._queue.now_s, "first_token", leg.request))
+        self._events.append(Event(self._queue.now_s, "first_token", leg.request))
         self._listener.on_first_token(self, leg)
         if leg.output_tokens == 1:
             self._end(leg)
@@ -466,13 +465,13 @@ class Worker:
 
     def _end(self, leg: Leg) -> None:
         self.cache.release(leg.blocks, leg.private_blocks)
-        self._meter.events.append(Event(self._queue.now_s, "ended", leg.request))
+        self._events.append(Event(self._queue.now_s, "ended", leg.request))
         self._listener.on_ended(self, leg)
 
     def _count(self, run: Run, steps: int) -> None:
         """Add the decoded tokens of a run's first steps to the measurements."""
         if run.sequences and steps > run.counted:
             tokens = run.sequences * (steps - run.counted)
-            self._meter.decoded_tokens += tokens
-            self._meter.events.append(Event(run.start_s + run.time_s(steps), "decoded", tokens=tokens))
+            self._decoded_tokens += tokens
+            self._events.append(Event(run.start_s + run.time_s(steps), "decoded", tokens=tokens))
             run.counted = steps

@@ -300,6 +300,20 @@ def test_pooled_rates_lie_between_a_workers_own_and_its_kinds(drawn: list[tuple[
             assert min(mine, theirs) * (1 - 1e-9) <= getattr(result, name) <= max(mine, theirs) * (1 + 1e-9)
 
 
+def test_a_repeated_heartbeat_counts_as_heard_and_takes_over_the_newest_rates_of_its_kind() -> None:
+    loads, idle = Loads(LoadsOptions(pool_s=10.0)), heartbeat("idle", steps=fit(1.0, samples=0), engine_kind="A")
+    for now_s, factor in ((0.0, 1.0), (5.0, 3.0), (10.0, 3.0)):
+        loads.take(heartbeat("busy", steps=fit(factor), running=1, engine_kind="A"), now_s)
+        loads.take(idle, now_s)
+    load = next(each for each in loads.live(10.0) if each.worker == "idle")
+    assert load.steps.prompt_token_s == pytest.approx(3.0 * STEPS.prompt_token_s)
+    assert load.token_s == load.steps.prompt_token_s
+    loads.take(idle, 11.0)
+    assert (load.heard_s, load.computes_until_s) == (11.0, 11.0)
+    figures = loads.serving("tiny", 11.0).teams[Role.DECODE].figures()
+    assert figures.computes_until_s.tolist() == [10.0, 11.0]
+
+
 def test_bandwidth_that_was_not_measured_is_that_of_the_workers_other_peers_then_of_its_kind(loads: Loads) -> None:
     def measured(*rates: float) -> tuple[TransferFit, ...]:
         return tuple(TransferFit(peer=f"p{n}", backend="tcp", bytes_per_s=rate) for n, rate in enumerate(rates))

@@ -190,6 +190,17 @@ def make_attempt(name: str, blocks: int, prefill: str = "prefill-0", decode: str
     return Attempt(name, (), decode, prefill, tokens, tokens, 0, until_s=2.0)
 
 
+def test_an_idle_worker_repeats_its_heartbeat_until_an_attempt_is_placed_there() -> None:
+    (spec,) = specs = make_specs(count=1)
+    ledgers, state = Ledgers(specs), idle(spec)
+    first = ledgers.beat(state, 1.0)
+    assert ledgers.beat(state, 1.25) is first
+    ledgers.place(make_attempt("a", 20, prefill="", decode=spec.name))
+    assert ledgers.beat(state, 1.5).attempts == (("a", 0),)
+    ledgers.end("a")
+    assert ledgers.beat(state, 1.75) == first == Ledgers(specs).beat(state, 1.75)
+
+
 def test_a_pair_starts_on_both_workers_or_on_neither() -> None:
     ledgers = Ledgers([*make_specs("prefill", 2), *make_specs("decode", 1)])
     # Prefill leases at most 40 of its 100 blocks.

@@ -49,6 +49,7 @@ class _Kind:
 
     loads: dict[str, WorkerLoad] = field(default_factory=dict[str, WorkerLoad])
     due_s: float = -math.inf
+    """Instant at which it is renewed."""
     steps: StepFit | None = None
     bandwidth: float = BANDWIDTH_GUESS
     promotion_bytes_per_s: float = 0.0
@@ -75,12 +76,15 @@ class Loads:
 
         Raises MalformedMessage for impossible figures.
         """
-        if isinstance(message, Heartbeat):
+        load = self._loads.get(message.address.worker)
+        # Idle workers say the same again and again.
+        is_repeated = load is not None and message == load.heartbeat
+        if isinstance(message, Heartbeat) and not is_repeated:
             _check(message)
         self._drop_ended(self._workers.take(message, now_s))
         is_live = self._workers.is_live(message.address.worker, message.address.generation)
         if isinstance(message, Heartbeat) and is_live:
-            self._hear(message, now_s)
+            self._hear(message, now_s, is_repeated=is_repeated)
         return is_live
 
     def tick(self, now_s: float, pause_s: float = 0.0) -> None:
@@ -127,7 +131,7 @@ class Loads:
 
     # ------------------------------------------------------------ bookkeeping
 
-    def _hear(self, beat: Heartbeat, now_s: float) -> None:
+    def _hear(self, beat: Heartbeat, now_s: float, *, is_repeated: bool) -> None:
         worker, group = beat.address.worker, _group(beat)
         load = self._loads.get(worker)
         if load is not None and _group(load.heartbeat) != group:
@@ -145,13 +149,17 @@ class Loads:
                     self._forget_soft(load, request)
         kind = self._kinds[group]
         self._pool(kind, now_s)
-        load.bandwidth = median(each.bytes_per_s for each in beat.transfers) if beat.transfers else kind.bandwidth
-        load.promotion_bytes_per_s = 0.0
-        if (promotion := beat.promotion) is not None:
-            own = promotion.bytes_per_s
-            load.promotion_bytes_per_s = own if promotion.samples else kind.promotion_bytes_per_s or own
-        load.steps = pooled(beat.steps, kind.steps)
-        load.hear(beat, now_s, self._options.leased_share_max)
+        if is_repeated and load.pooled_until_s == kind.due_s:
+            load.hear_again(now_s)
+        else:
+            load.pooled_until_s = kind.due_s
+            load.promotion_bytes_per_s = 0.0
+            if (promotion := beat.promotion) is not None:
+                own = promotion.bytes_per_s
+                load.promotion_bytes_per_s = own if promotion.samples else kind.promotion_bytes_per_s or own
+            load.steps = pooled(beat.steps, kind.steps)
+            load.hear(beat, now_s, self._options.leased_share_max)
+            load.bandwidth = load.own_bandwidth or kind.bandwidth
         self._team(load).update(load)
 
     def _pool(self, kind: _Kind, now_s: float) -> None:
@@ -276,7 +284,7 @@ def _check(heartbeat: Heartbeat) -> None:
         steps.decode_step_s,
         steps.sequence_s,
         steps.kv_s,
-        *(each.bytes_per_s for each in heartbeat.transfers),
+        *[each.bytes_per_s for each in heartbeat.transfers],
         heartbeat.promotion.bytes_per_s if heartbeat.promotion else 1.0,
         heartbeat.loading.bytes_per_s if heartbeat.loading else 1.0,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
+from statistics import median
 from typing import Final
 
 import msgspec
 
-from baton.messages.workers import Heartbeat, Role
+from baton.messages.workers import Heartbeat, Role, TransferFit
 
 COMPUTE_WEIGHT: Final = 1.0
 """Weight of an attempt's own prompt for others, beside its own time: prompts that come next wait for it, too."""
@@ -47,6 +48,7 @@ class WorkerLoad:
         "_prompts_s",
         "_slots",
         "_tokens",
+        "_transfers",
         "answer_interval_s",
         "bandwidth",
         "bandwidths",
@@ -65,8 +67,10 @@ class WorkerLoad:
         "kv_tokens_max",
         "limits",
         "next_interval_s",
+        "own_bandwidth",
         "pair_s",
         "pool_tokens_free",
+        "pooled_until_s",
         "promoted_token_s",
         "promotion_bytes_per_s",
         "ready",
@@ -97,8 +101,15 @@ class WorkerLoad:
         """Rates that predictions use; `Loads` pools them."""
         self.bandwidth = BANDWIDTH_GUESS
         """Bytes per second of a pull from a peer of which none was measured."""
+        self.bandwidths: dict[str, float] = {}
+        """The same by peer, as measured."""
+        self.own_bandwidth = 0.0
+        """Median of these; 0: none was measured."""
+        self._transfers: tuple[TransferFit, ...] = ()
         self.promotion_bytes_per_s = heartbeat.promotion.bytes_per_s if heartbeat.promotion else 0.0
         """Bandwidth of promotions, as `Loads` pools it; 0: there is no pool."""
+        self.pooled_until_s = -inf
+        """Instant at which `Loads` renews what it pools, as it was at the last heartbeat."""
         self._prompts_s = 0.0
         """Time of the prompts placed here lately, as predicted; older ones count less."""
         self._prompts_at_s = heard_s
@@ -128,7 +139,10 @@ class WorkerLoad:
         prompt_tokens_max = heartbeat.context_tokens_max - 1 if self.ready else -1
         self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest
         """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model."""
-        self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+        if heartbeat.transfers != self._transfers:
+            self._transfers = heartbeat.transfers
+            self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+            self.own_bandwidth = median(self.bandwidths.values()) if self.bandwidths else 0.0
         steps = self.steps
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
         rate = self.promotion_bytes_per_s
@@ -144,6 +158,12 @@ class WorkerLoad:
         self._slots = heartbeat.running_max - heartbeat.running - heartbeat.waiting - heartbeat.overbooked
         used_tokens = heartbeat.kv_blocks_used * heartbeat.engine_block_tokens
         self._tokens = self.kv_tokens_max - used_tokens - heartbeat.overbooked_kv_tokens
+        self._age_prompts(heard_s)
+        self.refresh()
+
+    def hear_again(self, heard_s: float) -> None:
+        """Take a heartbeat that says what the last one said."""
+        self.heard_s = heard_s
         self._age_prompts(heard_s)
         self.refresh()
 

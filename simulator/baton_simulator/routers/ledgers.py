@@ -73,6 +73,8 @@ class _Book:
     role: Role = field(init=False)
     holdings: dict[str, Holding] = field(default_factory=dict[str, Holding])
     """Blocks by request, of those that hold a slot, too."""
+    told: tuple[WorkerState, Heartbeat] | None = None
+    """The newest heartbeat, of a worker that holds no attempts, and the state that it tells."""
 
     def __post_init__(self) -> None:
         self.role = Role.PREFILL if self.spec.role == "prefill" else Role.DECODE
@@ -201,16 +203,24 @@ class Ledgers:
     def beat(self, state: WorkerState, now_s: float) -> Heartbeat:
         """Return the heartbeat that the worker would send in this state."""
         book = self._books[state.name]
+        if book.told is not None and book.told[0] is state and not book.attempts:
+            # It has been idle since.
+            return book.told[1]
         _measure(book, state.measured)
         book.rates.tick(min(1.0, state.kv_blocks_used / state.kv_blocks_total), now_s)
-        return _heartbeat(book, state, now_s)
+        heartbeat = _heartbeat(book, state, now_s)
+        book.told = None if book.attempts else (state, heartbeat)
+        return heartbeat
 
 
 def _measure(book: _Book, measured: Measured) -> None:
     """Feed a worker's rates with what it measured."""
     rates = book.rates
-    for event in sorted(measured.events, key=attrgetter("at_s")):
+    events = measured.events
+    for event in sorted(events, key=attrgetter("at_s")) if len(events) > 1 else events:
         match event.kind:
+            case "decoded":
+                rates.tokens_came(event.tokens, event.at_s)
             case "entered":
                 rates.prefill_began(event.at_s)
             case "computed":
@@ -227,8 +237,6 @@ def _measure(book: _Book, measured: Measured) -> None:
                 rates.promotion_ended(event.size_bytes, event.elapsed_s)
             case "first_token":
                 rates.decode_began(event.at_s)
-            case "decoded":
-                rates.tokens_came(event.tokens, event.at_s)
             case "ended":
                 rates.decode_ended(event.at_s)
 
