@@ -3,6 +3,7 @@
 PORT           = 8000
 HOST           = 127.0.0.1
 GATEWAY_PROCESSES = 1
+DRAIN_S        = 2
 PREFILL        = 1
 DECODE         =
 MODEL          =
@@ -22,7 +23,7 @@ API_KEY       ?=
 STORED_KEYS    =
 PYTHON         = python3
 
-export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES DRAIN_S PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 BENCHMARKS := burst engines fairness gateway gateway-processes hostile index index-restart intake interference layout overlap peer-routing placement pool pool-engine pool-parts prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
@@ -40,7 +41,7 @@ LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
-	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
+	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 DRAIN_S=2 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto KV_PATH=auto|direct|staged KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
@@ -93,7 +94,7 @@ endif
 
 up: environment $(patsubst %,environment-%$(ON_CUDA),$(sort $(filter vllm sglang,$(ENGINES))))
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" \
-	  --gateway-processes "$$GATEWAY_PROCESSES" --prefill "$$PREFILL" \
+	  --gateway-processes "$$GATEWAY_PROCESSES" --drain-s "$$DRAIN_S" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \

@@ -43,7 +43,9 @@ GATEWAY_PROCESSES_MAX: Final = 64
 KV_POOL_SHARE: Final = 0.25
 """Share of this machine's free memory that all KV pools take, where the user leaves their size to us."""
 DRAIN_S: Final = 2
-"""Time that running streams get to end after Ctrl-C."""
+DRAIN_S_MAX: Final = 3600
+STOP_S: Final = 8.0
+"""Time that a gateway gets beyond that to end by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class Deployment:
     port: int = 8000
     api_key: str = ""
     gateway_processes: int = 1
+    drain_s: int = DRAIN_S
+    """Time that running streams get to end after Ctrl-C."""
     prefill: int = 1
     decode: int | None = None
     """None: one for each GPU, or for as many as the engine's ranks need; on a CPU, one."""
@@ -196,6 +200,8 @@ def check_deployment(deployment: Deployment) -> None:
         raise ConfigurationError(
             f"GATEWAY_PROCESSES={deployment.gateway_processes} is not possible: choose 1 to {GATEWAY_PROCESSES_MAX}"
         )
+    if not 0 <= deployment.drain_s <= DRAIN_S_MAX:
+        raise ConfigurationError(f"DRAIN_S={deployment.drain_s} is not possible: choose 0 to {DRAIN_S_MAX}")
     if deployment.prefill == 0 and deployment.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
@@ -258,7 +264,9 @@ def service_programs(
 
     status_ports = iter(free_ports(3, but=deployment.port))
 
-    def program(service: str, *flags: str, ready: Probe | None = None, **settings: str) -> Program:
+    def program(
+        service: str, *flags: str, ready: Probe | None = None, stop_timeout_s: float = 10.0, **settings: str
+    ) -> Program:
         status_port = next(status_ports)
         return Program(
             name=service,
@@ -268,6 +276,7 @@ def service_programs(
             ready=ready or http_probe(LOOPBACK, status_port, "/ready"),
             alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SERVICE_START_TIMEOUT_S,
+            stop_timeout_s=stop_timeout_s,
         )
 
     return (
@@ -275,10 +284,11 @@ def service_programs(
         program("scheduler", "--disaggregation", deployment.disaggregation or Disaggregation.AUTO),
         program(
             "gateway",
-            *("--host", deployment.host, "--port", str(deployment.port), "--drain-s", str(DRAIN_S)),
+            *("--host", deployment.host, "--port", str(deployment.port), "--drain-s", str(deployment.drain_s)),
             *("--processes", str(deployment.gateway_processes)),
             # Its /ready asks for workers, which start after it.
             ready=http_probe(deployment.local_host, deployment.port, "/health"),
+            stop_timeout_s=deployment.drain_s + STOP_S,
             redis_url=redis_url,
             api_keys=deployment.api_key,
             answer_format=deployment.answer_format,

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.cli.asking import find_nats_url
 from baton.cli.commands import Command, find_commands
-from baton.cli.deployment import ENGINES, Deployment
+from baton.cli.deployment import DRAIN_S, ENGINES, Deployment
 from baton.cli.doctor import describe, examine
 from baton.cli.explain import explain
 from baton.cli.index import Question, index, parse_tokens
@@ -82,6 +82,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         port=parsed.port,
         api_key=environ.get("API_KEY", ""),
         gateway_processes=parsed.gateway_processes,
+        drain_s=parsed.drain_s,
         prefill=parsed.prefill,
         decode=parsed.decode,
         model=parsed.model,
@@ -138,6 +139,13 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="processes of the gateway, all on its port; default: %(default)s",
+    )
+    add(
+        "--drain-s",
+        type=int,
+        default=DRAIN_S,
+        metavar="S",
+        help="seconds that running streams get to end after Ctrl-C; default: %(default)s",
     )
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
     add(

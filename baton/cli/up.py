@@ -16,7 +16,6 @@ from typing import Final
 from baton.cli import servers
 from baton.cli.asking import NATS_URL_FILE, REDIS_URL_FILE
 from baton.cli.deployment import (
-    DRAIN_S,
     Deployment,
     check_deployment,
     gpu_shares,
@@ -142,8 +141,8 @@ class _Launch:
                 child.kill()
         else:
             self._tell(
-                f"ending: the gateway finishes what streams ({DRAIN_S} s at most), then workers, scheduler and index, "
-                "then the servers (once more: all at once)"
+                f"ending: the gateway finishes what streams ({self._deployment.drain_s} s at most), then workers, "
+                "scheduler and index, then the servers (once more: all at once)"
             )
             end_wanted.set()
 

@@ -100,6 +100,18 @@ def test_the_gateway_may_have_several_processes(tmp_path: Path) -> None:
             check_deployment(make_deployment(tmp_path, gateway_processes=number, engine="simulated"))
 
 
+def test_running_streams_get_the_wanted_time_to_end(tmp_path: Path) -> None:
+    for drain_s in (0, 60):
+        deployment = make_deployment(tmp_path, drain_s=drain_s, engine="simulated", port=free_port())
+        check_deployment(deployment)
+        gateway = all_programs(deployment)[2]
+        assert flags(gateway)["--drain-s"] == str(drain_s)
+        assert gateway.stop_timeout_s > drain_s, "the gateway cuts its streams, and not a kill"
+    for drain_s in (-1, 3601):
+        with pytest.raises(ConfigurationError, match=f"DRAIN_S={drain_s} is not possible"):
+            check_deployment(make_deployment(tmp_path, drain_s=drain_s, engine="simulated"))
+
+
 def test_the_gateway_gets_the_answer_format(tmp_path: Path) -> None:
     _, _, gateway, *_ = all_programs(make_deployment(tmp_path, engine="simulated", answer_format="hermes"))
     assert gateway.environ["BATON_GATEWAY_ANSWER_FORMAT"] == "hermes"
