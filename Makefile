@@ -37,7 +37,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
+.PHONY: help up doctor trace explain index test test-fast test-unit test-contract test-engines test-compose check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -147,8 +147,15 @@ endef
 test-fast: environment
 	@$(MAKE) test-native
 	$(test-libraries)
-	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 6 --dist worksteal $(DAILY) tests/unit tests/contract)
-	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
+	$(call timed,unit and contract tests,$(MAKE) -j 2 --output-sync test-unit test-contract)
+	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 5 $(DAILY) tests/integration)
+
+# Parts of test-fast. Unit tests compute and contract tests wait, so they run side by side.
+test-unit:
+	@.venv/bin/$(PYTEST) -n 3 --dist worksteal $(DAILY) tests/unit
+
+test-contract:
+	@.venv/bin/$(PYTEST) -n 6 --dist worksteal $(DAILY) tests/contract
 
 PYTEST = python -m pytest -q $(PYTEST_FLAGS)
 DAILY  = -m 'not nightly'
