@@ -302,8 +302,9 @@ class Holding:
                 entry = self._queue.take(key)
                 self._rates[entry.model].note_placed(entry.tokens)
                 held_s = self._clock.now_s() - request.since_s
-                placement = await self._placer.commit(place, choice, request.match, budget_s, held_s=held_s)
-            await self._release(key, placement=placement)
+                committed = self._placer.commit(place, choice, request.match, budget_s, held_s=held_s)
+            await self._release(key, placement=choice.placement)
+            await self._placer.announce(committed)
             return True
         except Overloaded:
             return False

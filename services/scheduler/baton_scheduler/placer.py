@@ -56,6 +56,16 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     """What the policy was asked."""
 
 
+class Committed(msgspec.Struct, frozen=True, eq=False):
+    """A placement that is counted here, and that others have still to be told of."""
+
+    place: Place
+    choice: Choice
+    placed: Placed
+    without_index: bool
+    held_s: float
+
+
 class Placer:
     def __init__(self, settings: SchedulerSettings, node: Node, loads: Loads, breakers: Breakers, name: str) -> None:
         self._settings = settings
@@ -173,41 +183,46 @@ class Placer:
                 raise
             raise Overloaded(error.detail) from error
 
-    async def commit(
+    def commit(
         self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float, *, held_s: float = 0.0
-    ) -> Placement:
-        """Count a placement that was just chosen, tell the indexes and the other schedulers of it, and return it."""
-        placement = choice.placement
-        self.recorder.note(
-            place,
-            Verdict.PLACED,
-            placement=placement,
-            question=choice.question,
-            without_index=match is None,
-            held_s=held_s,
-        )
+    ) -> Committed:
+        """Count a placement that was just chosen. `announce` follows once its gateway has the answer."""
         placed = Placed(
             context=Context(request=place.context.request, attempt=place.context.attempt, budget_s=budget_s),
             scheduler=self._name,
             model_digest=choice.model_digest,
             blocks=place.blocks,
-            workers=tuple(WorkerAddress(worker=one.worker, generation=one.generation) for one in placement.addresses),
+            workers=tuple(WorkerAddress(worker=w.worker, generation=w.generation) for w in choice.placement.addresses),
             prompt_tokens=place.prompt_tokens,
             output_tokens_max=place.output_tokens_max,
-            predicted=placement.predicted,
+            predicted=choice.placement.predicted,
             tenant=place.tenant,
             weight=place.weight,
         )
         self.count(placed)
-        self.results["aggregated" if placement.prefill is None else "disaggregated"] += 1
-        self.without_index += match is None
-        logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
+        return Committed(place, choice, placed, match is None, held_s)
+
+    async def announce(self, committed: Committed) -> None:
+        """Tell the indexes and the other schedulers of a placement, and record it."""
+        place, placement = committed.place, committed.choice.placement
+        # The answer is written at the end of this turn of the event loop, so it wakes the gateway before this wakes the
+        # others. What the gateway sends next comes in a later turn, so its match sees the placement.
+        await self._clock.sleep(0)
         try:
-            # Published before the answer, so that the next match sees it.
-            await self._bus.publish(subjects.PLACED, placed)
+            await self._bus.publish(subjects.PLACED, committed.placed)
         except BatonError as error:
             logger.debug("the placement of %s was not published: %s", place.context.request, error)
-        return placement
+        self.results["aggregated" if placement.prefill is None else "disaggregated"] += 1
+        self.without_index += committed.without_index
+        logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
+        self.recorder.note(
+            place,
+            Verdict.PLACED,
+            placement=placement,
+            question=committed.choice.question,
+            without_index=committed.without_index,
+            held_s=committed.held_s,
+        )
 
     def count(self, placed: Placed) -> None:
         """Count a placement as soft, until heartbeats show it."""

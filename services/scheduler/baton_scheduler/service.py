@@ -44,7 +44,7 @@ from baton_scheduler.breakers import Breakers
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.holding import Holding, key_of
 from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
-from baton_scheduler.placer import Choice, Placer
+from baton_scheduler.placer import Choice, Committed, Placer
 from baton_scheduler.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -212,12 +212,15 @@ class SchedulerService:
             if not isinstance(message, Place):
                 raise MalformedMessage(f"the scheduler answers Place, not {type(message).__name__}")
             with self._tracing.span("place", parent=message.context.trace, kind=SpanKind.SERVER) as span:
-                answer = await self._place_or_hold(message, span.trace)
+                outcome = await self._place_or_hold(message, span.trace)
+                answer = outcome.choice.placement if isinstance(outcome, Committed) else outcome
                 if isinstance(answer, Placement):
                     facts = {"baton.placement.reason": answer.reason, "baton.candidates": len(answer.candidates)}
                     span.set(facts)
                 self._metrics.observe(catalogue.PLACE_DURATION, self._clock.now_s() - started_s, trace=span.trace)
             await self._respond(delivery, answer)
+            if isinstance(outcome, Committed):
+                await self._placer.announce(outcome)
         except BatonError as error:
             await self._refuse(delivery, error)
         except Exception as error:
@@ -227,7 +230,7 @@ class SchedulerService:
         finally:
             self._placing -= 1
 
-    async def _place_or_hold(self, place: Place, trace: str) -> Placement | Held:
+    async def _place_or_hold(self, place: Place, trace: str) -> Committed | Placement | Held:
         """Return a placement that can begin soon, or hold the request until there is one, if it may be held."""
         _check(place)
         started_s = self._clock.now_s()
@@ -242,7 +245,7 @@ class SchedulerService:
                 if place.probe:
                     return choice.placement
                 self._holding.note_placed(place)
-                return await self._placer.commit(place, choice, match, budget_s)
+                return self._placer.commit(place, choice, match, budget_s)
         except Overloaded as error:
             logger.debug("%s: %s", place.context.request, error)
         if not place.hold_s > 0:
