@@ -1,8 +1,11 @@
 """Publishes engine block events as `KvEvents`: shadow map, sequence numbers, JetStream, resync pages.
 
-    engine.events() ──▶ follow (shadow map, sequence) ──▶ bounded queue ──▶ publish (JetStream)
+    engine.events() ──▶ follow (shadow map) ──▶ changes ──▶ publish (sequence, fingerprint, JetStream)
 
-When JetStream is slow or unreachable, the queue fills and `follow` stops reading. The engine then drops
+Changes are gathered for some milliseconds before they are numbered: each message costs NATS and every index more than
+its blocks do, and while many sequences run, every step fills blocks.
+
+When JetStream is slow or unreachable, changes gather up to a limit, and `follow` stops reading. The engine then drops
 events, which shows as a gap in its sequence and clears the shadow map. Nothing grows without bound.
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -38,7 +41,10 @@ from baton.worker.shadow import ShadowMap, count_ids
 
 _log = logging.getLogger("baton.worker")
 
-QUEUE_MESSAGES_MAX: Final = 1024
+CHANGES_MAX: Final = 1024
+"""Changes that wait for a number, and messages that wait for the stream, beyond which no engine event is read."""
+GATHER_S: Final = 0.02
+"""Time from the first change to the message that tells of it. Placements do not gain from an index that knows sooner."""
 MESSAGE_IDS_MAX: Final = 16_384
 """Block ids in one message or page: 256 KiB, a quarter of the smallest usual payload limit."""
 _THREAD_TOKENS_MIN: Final = 2048
@@ -66,7 +72,13 @@ class EventPublisher:
         self._model_digest = model_digest
         self._shadow = shadow
         self._sequence = 0
-        self._queue: asyncio.Queue[KvEvents] = asyncio.Queue(QUEUE_MESSAGES_MAX)
+        self._changes: list[BlockEvent] = []
+        """What the shadow map has applied since the newest number."""
+        self._numbered: deque[KvEvents] = deque()
+        """Messages that the stream has not stored."""
+        self._changed = asyncio.Event()
+        """Set while there are any of the two."""
+        self._has_room = asyncio.Event()
         self._snapshots: OrderedDict[int, _Snapshot] = OrderedDict()
         self._snapshot_numbers = count(1)
         # The map is changed on a thread and read on the event loop: one at a time.
@@ -74,7 +86,7 @@ class EventPublisher:
         self.published_sequence = 0
         """Sequence of the newest message that the stream has stored."""
         self.held = Fingerprint()
-        """Fingerprint of the shadow map after message `held_sequence`, stored or not."""
+        """Fingerprint of the shadow map after message `held_sequence`, stored or not; not of changes after it."""
         self.pooled = Fingerprint()
         """The same of the blocks in the pool."""
         self.filed = Fingerprint()
@@ -84,47 +96,63 @@ class EventPublisher:
     @property
     def waiting_messages(self) -> int:
         """Messages that the stream has not stored yet."""
-        return self._queue.qsize()
+        return len(self._numbered) + bool(self._changes)
 
     async def follow(self, batches: AsyncIterator[EngineEventBatch]) -> None:
-        """Apply every batch of the engine, in order, and queue the changes."""
+        """Apply every batch of the engine, in order, and gather the changes."""
         async for batch in batches:
             async with self._map_free:
                 if sum(len(e.tokens) for e in batch.events if isinstance(e, EngineBlocksStored)) >= _THREAD_TOKENS_MIN:
                     changes = await self._threads.run(self._shadow.apply, batch)
                 else:
                     changes = self._shadow.apply(batch)
-                messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
-                self.held, self.pooled, self.filed = map(self._shadow.fingerprint, Tier)
-                self.held_sequence = self._sequence
-            for message in messages:
-                await self._queue.put(message)
+                self._changes += changes
+            if self._changes:
+                self._changed.set()
+            while max(len(self._changes), len(self._numbered)) >= CHANGES_MAX:
+                self._has_room.clear()
+                await self._has_room.wait()
 
-    def _number(self, events: tuple[BlockEvent, ...]) -> KvEvents:
-        self._sequence += 1
-        return KvEvents(
-            worker=self._address.worker,
-            generation=self._address.generation,
-            model_digest=self._model_digest,
-            sequence=self._sequence,
-            events=events,
-        )
+    def _number_changes(self) -> None:
+        """Make messages of all changes so far; the map must be free, so that number and fingerprint fit each other."""
+        changes, self._changes = self._changes, []
+        for part in split_events(changes, MESSAGE_IDS_MAX):
+            self._sequence += 1
+            message = KvEvents(
+                worker=self._address.worker,
+                generation=self._address.generation,
+                model_digest=self._model_digest,
+                sequence=self._sequence,
+                events=part,
+            )
+            self._numbered.append(message)
+        self.held, self.pooled, self.filed = map(self._shadow.fingerprint, Tier)
+        self.held_sequence = self._sequence
 
     async def publish(self) -> None:
-        """Store every queued message, in order; retry for as long as the stream is unreachable."""
-        subject = subjects.kv_events(self._address.worker)
+        """Number changes and store every message, in order; retry for as long as the stream is unreachable."""
         while True:
-            message = await self._queue.get()
-            message_id = f"{message.worker}/{message.generation}/{message.sequence}"
-            for attempt in count():
-                try:
-                    await self._bus.append(subjects.KV_STREAM, subject, message, message_id=message_id)
-                    break
-                except BatonError as error:
-                    if attempt == 0:
-                        _log.warning("KV events wait because the stream cannot store them: %s", error)
-                    await self._clock.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
-            self.published_sequence = message.sequence
+            await self._changed.wait()
+            await self._clock.sleep(GATHER_S)
+            async with self._map_free:
+                self._number_changes()
+            self._changed.clear()
+            while self._numbered:
+                await self._store(self._numbered[0])
+                self.published_sequence = self._numbered.popleft().sequence
+                self._has_room.set()
+
+    async def _store(self, message: KvEvents) -> None:
+        subject = subjects.kv_events(self._address.worker)
+        message_id = f"{message.worker}/{message.generation}/{message.sequence}"
+        for attempt in count():
+            try:
+                await self._bus.append(subjects.KV_STREAM, subject, message, message_id=message_id)
+                return
+            except BatonError as error:
+                if attempt == 0:
+                    _log.warning("KV events wait because the stream cannot store them: %s", error)
+                await self._clock.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
 
     async def holds(self, blocks: Sequence[bytes]) -> list[bool]:
         """Return, for each of the blocks, whether the shadow map holds it."""
@@ -169,6 +197,8 @@ class EventPublisher:
 
     async def _take_snapshot(self) -> int:
         async with self._map_free:
+            # The pages hold changes that have no number yet.
+            self._number_changes()
             runs = await self._threads.run(lambda: list(self._shadow.runs(MESSAGE_IDS_MAX)))
             sequence = self._sequence
         number = next(self._snapshot_numbers)

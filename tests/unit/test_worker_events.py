@@ -53,10 +53,10 @@ class World:
         self.engine.publish(EngineBlocksStored(parent=parent, hashes=hashes, tokens=tokens, block_tokens=32))
 
     async def settle(self) -> None:
-        """Wait until threads, which do not follow the clock, are done too."""
+        """Wait until threads, which do not follow the clock, are done too, and what was gathered is stored."""
         for _ in range(40):
             await asyncio.sleep(0.002)
-            await self.clock.settle()
+            await self.clock.advance(events.GATHER_S / 10)
 
     async def page(self, cursor: int = 0) -> ShadowPage | Refused:
         answer = await self.bus.request(subjects.shadow("w0"), ShadowQuery(cursor=cursor), timeout_s=5.0)
@@ -92,7 +92,9 @@ def ids_of(first: int, blocks: int) -> bytes:
 
 async def test_batches_become_numbered_messages(world: World) -> None:
     world.publish(0, 2)
+    await world.settle()
     world.engine.publish(EngineBlocksRemoved(hashes=(b"unknown",)))
+    await world.settle()
     world.engine.publish(EngineBlocksRemoved(hashes=(b"32",)))
     await world.settle()
     assert [message.sequence for message in world.stored] == [1, 2], "a batch that changes nothing makes no message"
@@ -107,7 +109,9 @@ async def test_the_fingerprint_is_that_after_the_newest_number(world: World) -> 
     publisher = world.publisher
     assert (publisher.held, publisher.held_sequence) == (Fingerprint(), 0)
     world.publish(0, 1)
+    await world.settle()
     world.publish(32, 500, parent=b"0")
+    await world.settle()
     world.engine.publish(EngineBlocksRemoved(hashes=(b"0",)))
     await world.settle()
     held = split_ids(ids_of(0, 501))[1:]
@@ -115,9 +119,48 @@ async def test_the_fingerprint_is_that_after_the_newest_number(world: World) -> 
     assert publisher.held_sequence == world.stored[-1].sequence == 3
 
 
+async def test_changes_of_some_milliseconds_are_one_message(world: World) -> None:
+    world.publish(0, 2)
+    world.publish(1000, 1)
+    world.engine.publish(EngineBlocksRemoved(hashes=(b"32",)))
+    await asyncio.sleep(0.01)
+    await world.clock.advance(events.GATHER_S * 0.9)
+    assert not world.stored
+    # Heartbeats tell of numbered changes only: number and fingerprint belong together.
+    assert (world.publisher.held, world.publisher.held_sequence) == (Fingerprint(), 0)
+    await world.settle()
+    (message,) = world.stored
+    assert message.sequence == world.publisher.held_sequence == 1
+    ids = ids_of(0, 2)
+    assert message.events == (
+        BlocksStored(parent=b"", blocks=ids),
+        BlocksStored(parent=b"", blocks=ids_of(1000, 1)),
+        BlocksRemoved(blocks=ids[16:]),
+    )
+    held = int.from_bytes(ids[:16], "little") + int.from_bytes(ids_of(1000, 1), "little")
+    assert world.publisher.held == Fingerprint.of(held, 2)
+
+
+async def test_a_resync_holds_changes_without_a_number(world: World) -> None:
+    """The page and its sequence must fit each other, and what it holds must still be told to other indexes."""
+    world.publish(0, 2)
+    await asyncio.sleep(0.01)
+    await world.clock.settle()
+    page = await world.page()
+    assert not world.stored
+    assert isinstance(page, ShadowPage)
+    assert (page.sequence, b"".join(run.blocks for run in page.runs)) == (1, ids_of(0, 2))
+    world.publish(1000, 1)
+    await world.settle()
+    assert [message.sequence for message in world.stored] == [1, 2]
+    assert world.publisher.held_sequence == 2
+
+
 async def test_a_long_batch_is_hashed_on_a_thread_and_keeps_its_place(world: World) -> None:
     world.publish(0, 1)
+    await world.settle()
     world.publish(32, 500, parent=b"0")
+    await world.settle()
     world.publish(32 * 501, 1, parent=b"%d" % (32 * 500))
     await world.settle()
     assert [message.sequence for message in world.stored] == [1, 2, 3]
@@ -127,6 +170,7 @@ async def test_a_long_batch_is_hashed_on_a_thread_and_keeps_its_place(world: Wor
 async def test_events_wait_while_the_stream_is_away_and_lose_nothing(world: World) -> None:
     world.network.reachable = False
     world.publish(0, 1)
+    await world.settle()
     world.publish(1000, 1)
     await world.settle()
     assert world.publisher.published_sequence == 0
@@ -148,9 +192,9 @@ async def test_a_lost_engine_batch_clears_the_index(world: World) -> None:
     ]
 
 
-async def test_the_queue_is_bounded_and_slows_the_reader(world: World) -> None:
+async def test_waiting_changes_are_bounded_and_slow_the_reader(world: World) -> None:
     world.network.reachable = False
-    for number in range(events.QUEUE_MESSAGES_MAX // 2):
+    for number in range(events.CHANGES_MAX // 2):
         world.publish(number * 1000, 1)
         world.engine.publish(EngineBlocksCleared())
     await world.settle()
@@ -161,7 +205,9 @@ async def test_the_queue_is_bounded_and_slows_the_reader(world: World) -> None:
     world.network.reachable = True
     await world.clock.advance(2.0)
     await world.settle()
-    assert [message.sequence for message in world.stored] == list(range(1, events.QUEUE_MESSAGES_MAX + 101))
+    assert [message.sequence for message in world.stored] == list(range(1, len(world.stored) + 1))
+    told = [type(event) for message in world.stored for event in message.events]
+    assert told == [BlocksStored, BlocksCleared] * (events.CHANGES_MAX // 2) + [BlocksStored] * 100
 
 
 async def test_a_resync_gives_one_state_page_by_page(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
