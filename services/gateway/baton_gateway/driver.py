@@ -401,21 +401,17 @@ class AnswerDriver:
             self._spawn(self._send_task(attempt, worker, tokens, task))
 
     async def _send_task(self, attempt: int, worker: str, tokens: bytes, task: PrefillTask | DecodeTask) -> None:
-        """Send `task` with `tokens`, in several messages where one cannot hold them."""
+        """Send `task` with `tokens`, in several messages where one cannot hold them, and post the worker's answer."""
         bus, subject = self._links.bus, subjects.task(worker)
         asked = {"baton.worker": worker}
         with self._links.tracing.span("dispatch", asked, parent=self._spans.attempt, kind=SpanKind.CLIENT) as span:
-            context = self._context(attempt, span.trace)
-            task = replace(task, context=context)
-            room = bus.payload_bytes_max - len(encode(task)) - HEADROOM_BYTES
+            task = replace(task, context=self._context(attempt, span.trace), tokens=tokens)
             try:
-                if room < bus.payload_bytes_max * TOKENS_SHARE_MIN:
-                    raise PayloadTooLarge("the request's parameters are too long for the message bus")
-                *chunks, tail = cut(tokens, room)
-                for index, chunk in enumerate(chunks):
-                    offset = index * len(chunks[0]) // TOKEN_BYTES
-                    await bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
-                answer = await bus.request(subject, replace(task, tokens=tail), timeout_s=self.machine.accept_s)
+                try:
+                    answer = await bus.request(subject, task, timeout_s=self.machine.accept_s)
+                except PayloadTooLarge:
+                    tail = await self._send_chunks(subject, task)
+                    answer = await bus.request(subject, replace(task, tokens=tail), timeout_s=self.machine.accept_s)
             except asyncio.CancelledError:
                 # The machine's own timer may be the first to ring; the answer may end on other workers before this one
                 # does.
@@ -440,3 +436,18 @@ class AnswerDriver:
                 reason = f"{answer.reason} {answer.detail}" if isinstance(answer, Busy) else type(answer).__name__
                 said = AttemptFailed(f"worker {worker} refused the task: {reason.strip()}")
                 self.post(ev.TaskFailed(attempt, worker, said))
+
+    async def _send_chunks(self, subject: str, task: PrefillTask | DecodeTask) -> bytes:
+        """Send the tokens of a task that one message cannot hold, but for the last part, which is returned.
+
+        Raises PayloadTooLarge if the rest of the task leaves too little room.
+        """
+        bus = self._links.bus
+        room = bus.payload_bytes_max - len(encode(replace(task, tokens=b""))) - HEADROOM_BYTES
+        if room < bus.payload_bytes_max * TOKENS_SHARE_MIN:
+            raise PayloadTooLarge("the request's parameters are too long for the message bus")
+        *chunks, tail = cut(task.tokens, room)
+        for index, chunk in enumerate(chunks):
+            offset = index * len(chunks[0]) // TOKEN_BYTES
+            await bus.publish(subject, TokenChunk(context=task.context, offset=offset, tokens=chunk))
+        return tail
