@@ -117,7 +117,7 @@ def rows_of(waits_s: dict[str, list[float]], idle: dict[str, float]) -> list[Row
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer_wake", description=__doc__)
-    parser.add_argument("--pulls", type=int, default=500, help="pulls over each backend")
+    parser.add_argument("--pulls", type=int, default=2000, help="pulls over each backend")
     arguments = parser.parse_args()
     # The types know another class for Windows.
     ours, theirs = cast("tuple[Connection, Connection]", multiprocessing.Pipe())

@@ -44,7 +44,7 @@ _log = logging.getLogger("baton.worker")
 CHANGES_MAX: Final = 1024
 """Changes that wait for a number, and messages that wait for the stream, beyond which no engine event is read."""
 GATHER_S: Final = 0.02
-"""Time from the first change to the message that tells of it. Placements do not gain from an index that knows sooner."""
+"""Time from the first change to the message that tells of it; replays of placement have events arrive 50 ms late."""
 MESSAGE_IDS_MAX: Final = 16_384
 """Block ids in one message or page: 256 KiB, a quarter of the smallest usual payload limit."""
 _THREAD_TOKENS_MIN: Final = 2048
