@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from baton.cli.tiny_model import make_tiny_model
 from benchmarks.gateway_contenders import CONTENDERS, STREAMS, WORKERS, Contender, Running, Setup, engines
 from benchmarks.gateway_load import Job, Outcome, conversation
-from benchmarks.gateway_page import BATON, FLOOR, Figures, path_s, tables, write_page
+from benchmarks.gateway_page import BATON, FLOOR, SHORT, Figures, path_s, tables, write_page
 from benchmarks.processes import family, memory_bytes, pin, threads, used_s
 from benchmarks.report import Row, report
 
@@ -52,12 +52,13 @@ def measure(name: str, *, continues: str = "", half_of: str = "", **fields: floa
 
 TOKENS: Final = 256
 MEASURES: Final[Sequence[Measure]] = (
-    measure("1 client"),
+    measure(SHORT),
     measure("1 client, delayed acknowledgements", quick_ack=False),
     measure("8 clients", concurrency=8),
     measure("32 clients", concurrency=32),
     measure("half the rate of 32 clients, open loop", half_of="32 clients"),
     measure("100 requests/s", rate_per_s=100),
+    measure("100 words, second turn", turn=2, continues=SHORT),
     measure("3,000 words", words=3000),
     measure("3,000 words, second turn", words=3000, turn=2, continues="3,000 words"),
     measure("8,000 words", words=8000),

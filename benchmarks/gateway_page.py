@@ -134,14 +134,15 @@ def _latencies(medians: Medians) -> Iterator[str]:
 
 
 def _prompts(medians: Medians) -> Iterator[str]:
-    turns = [f"{words} words{turn}" for words in ("3,000", "8,000") for turn in ("", ", second turn")]
+    turns = [f"{words} words{turn}" for words in ("100", "3,000", "8,000") for turn in ("", ", second turn")]
+    measured = [SHORT if turn == "100 words" else turn for turn in turns]
 
     def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
-        for each in (measures[turn] for turn in turns):
+        for each in (measures[turn] for turn in measured):
             yield " / ".join(digits(value * 1e3) for value in (each["ttft_p50_s"], each[GATEWAY], path_s(each)))
 
     yield from _table(
-        "Long prompts, 1 client: p50 of the time to first token / processor time of gateway / of whole path, ms",
+        "Prompts by length, 1 client: p50 of the time to first token / processor time of gateway / of whole path, ms",
         turns,
         {name: cells(measures) for name, measures in medians.items()},
     )

@@ -270,6 +270,29 @@ async def test_schedulers_count_each_others_placements_before_a_heartbeat_tells(
             assert await gateway.refusal(place("one-too-many", blocks=b"")) == "overloaded"
 
 
+async def test_a_gateway_is_answered_before_others_are_told_and_they_before_its_next_match(gateway: Gateway) -> None:
+    seen: list[str] = []
+
+    async def hear_placed(_: Delivery) -> None:
+        seen.append("placed")
+
+    async def match(delivery: Delivery) -> None:
+        seen.append("match")
+        await delivery.respond(Matched(held={}))
+
+    async with scheduling(gateway.bus.network):
+        # The index hears both in order: they come over one connection.
+        index = MemoryBus(gateway.bus.network)
+        await index.subscribe(subjects.PLACED, hear_placed)
+        await index.subscribe(subjects.MATCH, match, group=subjects.INDEXES)
+        await gateway.hear(DECODE)
+        for number in range(2):
+            await gateway.place(f"r{number}")
+            seen.append("answer")
+        await index.close()
+    assert seen[:5] == ["match", "answer", "placed", "match", "answer"]
+
+
 class BrokenRandom(Random):
     def sample(self, population: Any, k: int, *, counts: Any = None) -> Any:
         raise ZeroDivisionError("a bug")
