@@ -107,7 +107,7 @@ TARGETS: Final = (
         at_least=100_000,
     ),
     Target(
-        "one event per token: paced streams ≥ 0.97 (the first two tokens may share one)",
+        "one event per token, 64 paced streams (met from 0.97)",
         "gateway",
         lambda results: results.gateway(PACED, "events_per_token", PACED_BATON),
         "",
@@ -190,7 +190,7 @@ TARGETS: Final = (
         at_most=1,
     ),
     Target(
-        "2,000 streams, a tenth unread: p99 token gap of the others ≤ 1.05 ×",
+        "2,000 streams, a tenth unread: p99 token gap of the others unchanged (met up to 1.05 ×)",
         "streams",
         lambda results: (
             results.value("streams", "p99 of the time between tokens, a tenth unread")
