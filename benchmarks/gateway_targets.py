@@ -5,15 +5,16 @@ Each target names the benchmark that its figure comes from; one whose results ar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from benchmarks.gateway import TOKENS
 from benchmarks.gateway_page import BATON, FLOOR, OPEN_LOOP, PACED, PAGE, SATURATED, SHORT, STREAMING, digits
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, Row
 
 BEGIN: Final = "<!-- the targets: python -m benchmarks.gateway_targets -->\n"
 END: Final = "<!-- end of the targets -->\n"
@@ -23,20 +24,32 @@ MODES: Final = ("aggregated", "separated", "auto")
 WHOLE_PATH: Final = "cpu_s all but the engines"
 
 
+class Report(msgspec.Struct, frozen=True):
+    """The part of a committed result that is read here."""
+
+    commit: str
+    rows: list[Row]
+
+
+def read_report(benchmark: str) -> Report | None:
+    """Return a benchmark's committed results; None: there are none."""
+    file = RESULTS / f"{benchmark}.json"
+    return msgspec.json.decode(file.read_bytes(), type=Report) if file.exists() else None
+
+
 class Results:
     """Rows of the committed results, by benchmark and name."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, dict[str, dict[str, Any]]] = {}
+        self._rows: dict[str, dict[str, Row]] = {}
 
     def value(self, benchmark: str, row: str, contender: str = "") -> float:
         """Return a figure, ours unless a contender is named. Raises LookupError where it was not measured."""
         if benchmark not in self._rows:
-            file = RESULTS / f"{benchmark}.json"
-            rows = json.loads(file.read_text())["rows"] if file.exists() else []
-            self._rows[benchmark] = {each["name"]: each for each in rows}
+            report = read_report(benchmark)
+            self._rows[benchmark] = {each.name: each for each in report.rows} if report else {}
         found = self._rows[benchmark][row]
-        return found["peers"][contender] if contender else found["ours"]
+        return found.peers[contender] if contender else found.ours
 
     def gateway(self, measure: str, figure: str, contender: str = BATON) -> float:
         """Return a figure of `make bench-gateway`."""
@@ -219,8 +232,7 @@ def table(results: Results, targets: tuple[Target, ...] = TARGETS) -> Iterator[s
 
 def commits(benchmarks: set[str]) -> Mapping[str, str]:
     """Return the commit of each benchmark's results."""
-    files = {each: RESULTS / f"{each}.json" for each in sorted(benchmarks)}
-    return {each: json.loads(file.read_text())["commit"] for each, file in files.items() if file.exists()}
+    return {each: report.commit for each in sorted(benchmarks) if (report := read_report(each))}
 
 
 def main() -> None:
