@@ -41,7 +41,7 @@ async def test_json_stays_the_same_when_its_worker_is_killed(
         pytest.skip("both engines are needed: make environment-vllm environment-sglang")
     for name, value in engine_environ("sglang").items():
         monkeypatch.setenv(name, value)
-    constraint = {"response_format": {"type": "json_schema", "json_schema": {"name": "rows", "schema": SCHEMA}}}
+    form = {"type": "json_schema", "json_schema": {"name": "rows", "schema": SCHEMA}}
     async with running_cluster(tmp_path, model=tiny_model) as cluster:
         await cluster.start_control_plane(gateway_flags=PATIENCE)
         await start_worker(cluster, Role.PREFILL, "prefill", prefill, **COMPACT[prefill])
@@ -52,7 +52,7 @@ async def test_json_stays_the_same_when_its_worker_is_killed(
             number, answer, struck = await cluster.observer.caught_in(
                 Role.DECODE,
                 AttemptState.RUNNING,
-                ask=lambda number: tell(client, number, output_tokens=TOKENS_MAX, **constraint),
+                ask=lambda number: tell(client, number, output_tokens=TOKENS_MAX, response_format=form),
             )
             cluster.services[struck].signal(signal.SIGKILL)
             said = await answer
@@ -60,7 +60,7 @@ async def test_json_stays_the_same_when_its_worker_is_killed(
             await cluster.services.pop(struck).end()
             del cluster.observer.heartbeats[struck]
             async with asyncio.timeout(60):
-                undisturbed = await tell(client, number, output_tokens=TOKENS_MAX, **constraint)
+                undisturbed = await tell(client, number, output_tokens=TOKENS_MAX, response_format=form)
             assert said.encode() == undisturbed.encode()
             Draft202012Validator(SCHEMA).validate(json.loads(said))  # pyright: ignore[reportUnknownMemberType]
             await wait_idle(cluster)

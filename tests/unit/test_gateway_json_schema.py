@@ -295,9 +295,14 @@ def test_a_pattern_for_lengths_allows_the_same_texts_if_they_need_no_escape(sche
     spell_lengths(spelled)
     assert spelled.keys() == {"type", "pattern"}
     plain = json.dumps(text, ensure_ascii=False) == f'"{text}"'
-    assert bool(re.search(spelled["pattern"].replace("$", r"\Z"), text)) is (
-        plain and Draft202012Validator(schema).is_valid(text)
-    )  # pyright: ignore[reportUnknownMemberType]
+    valid = Draft202012Validator(schema).is_valid(text)  # pyright: ignore[reportUnknownMemberType]
+    assert bool(re.search(spelled["pattern"].replace("$", r"\Z"), text)) is (plain and valid)
+
+
+def test_a_length_beyond_what_patterns_count_is_cut() -> None:
+    schema: dict[str, Any] = {"type": "string", "maxLength": 2**53}
+    spell_lengths(schema)
+    assert schema["pattern"].endswith("{0,1000000000}$")
 
 
 def test_only_lengths_that_are_enforced_become_patterns() -> None:

@@ -31,6 +31,8 @@ xgrammar's rules for them grow with the square, and the time to compile these fa
 """
 BOUNDED_TEXTS_MAX: Final = 256
 """Texts with bounds of their length in a schema: xgrammar compiles each for some 50 ms with 8,000 tokens."""
+PATTERN_COUNT_MAX: Final = 10**9
+"""Highest count in a pattern that stands for a length: xgrammar's are 32 bits long, and no answer is longer."""
 REFERENCE_CHARACTERS_MAX: Final = 1024
 KEY_CHARACTERS_MAX: Final = 80
 """Longest key in a path; a longer one is cut."""
@@ -130,8 +132,11 @@ def spell_lengths(schema: Mapping[str, object]) -> None:
     """
     for node, _ in _subschemas(schema, ""):
         if _bounds_text(node):
-            least, most = node.pop("minLength", 0), node.pop("maxLength", "")
-            node["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
+            least, most = (
+                min(cast("int", node.pop(key)), PATTERN_COUNT_MAX) if key in node else ""
+                for key in ("minLength", "maxLength")
+            )
+            node["pattern"] = f"^{_CHARACTER}{{{least or 0},{most}}}$"
 
 
 def _bounds_text(schema: Mapping[str, object]) -> bool:
