@@ -22,7 +22,7 @@ from baton.messages.attempts import Sampling
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
-from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
+from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
 
 AGENT = {
@@ -47,6 +47,11 @@ KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
     ("sglang", "mellum"): {"load_format": "dummy"},
 }
 """Further options by engine and kind of model or cache."""
+COMPACT: Mapping[EngineName, Mapping[str, Any]] = {
+    "vllm": {"structured_outputs_config": {"disable_any_whitespace": True}},
+    "sglang": {"constrained_json_disable_any_whitespace": True},
+}
+"""Options for JSON without white space: random weights would not end it."""
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 PROMPT_TOKENS = (1, 33, 200, 1500)
 

@@ -8,6 +8,7 @@ import openai
 
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
+from benchmarks.remote_engine.settings import EngineName, engine_options, engine_python
 from tests.harness.cluster import Cluster
 from tests.harness.limits import FREED_S
 
@@ -15,6 +16,16 @@ from tests.harness.limits import FREED_S
 PATIENCE = ("--accept-s", "2.0", "--lost-after-s", "4.0")
 PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
 """A prompt of a tiny model is computed between two digests, now and then."""
+
+
+async def start_worker(cluster: Cluster, role: Role, name: str, engine: EngineName, **options: object) -> None:
+    """Start a worker of a real engine, with further options for it, and wait for its heartbeats."""
+    python = engine_python(engine)
+    assert python is not None
+    await cluster.start_worker(
+        *(role, name, "--digest-s", "0.1"), engine=engine, options=engine_options(engine) | options, python=python
+    )
+    await cluster.wait_worker(name)
 
 
 async def wait_idle(cluster: Cluster) -> None:
@@ -36,7 +47,7 @@ async def tell(
     length: int = 300,
     mode: str = "always",
     stop: str | None = None,
-    **constraint: str,
+    **constraint: object,
 ) -> str:
     """Stream one greedy answer to a prompt, by default of several chunks, and return its text."""
     stream = await client.completions.create(

@@ -17,11 +17,11 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
+from serving import PATIENCE, PROMPT_STATES, start_worker, tell, wait_idle
 
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
-from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
+from benchmarks.remote_engine.settings import ROOT, EngineName, engine_environ, engine_python
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.limits import START_S
 
@@ -36,6 +36,7 @@ RESPONSES = itertools.count(4000)
 """Numbers of conversations: greedy answers to new prompts, which no worker has cached."""
 TOGETHER = range(4, 400, 4)
 """Prompts at once. Placement is free to choose, and leaves a slow engine idle until the others have enough to do."""
+AGENTS = ROOT / ".venv-agents"
 PAIRS = {(p, d) for p in ("prefill-vllm", "prefill-sglang") for d in ("decode-vllm", "decode-sglang")}
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
@@ -55,14 +56,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
                 await start_worker(cluster, role, name, engine)
             await cluster.wait_ready()
             yield cluster
-
-
-async def start_worker(cluster: Cluster, role: Role, name: str, engine: EngineName) -> None:
-    flags, options = ("--digest-s", "0.1"), engine_options(engine)
-    python = engine_python(engine)
-    assert python is not None
-    await cluster.start_worker(role, name, *flags, engine=engine, options=options, python=python)
-    await cluster.wait_worker(name)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -139,6 +132,44 @@ async def check_forced_call(client: openai.AsyncOpenAI, plain: httpx.AsyncClient
     assert arguments == block["input"], "greedy answers to one prompt"
     assert arguments["city"] in ("Paris", "Rome")
     assert 1 <= arguments["days"] <= 9
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("framework", ["openai-agents", "pydantic-ai"])
+async def test_agents_must_call_their_tool_with_either_engine(cluster: Cluster, framework: str, how: str) -> None:
+    if not list(AGENTS.glob("lib/python3.*/site-packages/pydantic_ai")):
+        pytest.skip("no frameworks for agents here: `make environment-agents` installs them, given PyPI")
+    async with asyncio.timeout(START_S):
+        for together in TOGETHER:
+            cluster.observer.workers.clear()
+            await check_agents(cluster, framework, how, together)
+            if {"decode-vllm", "decode-sglang"} <= set().union(*cluster.observer.workers.values()):
+                break
+    await wait_idle(cluster)
+
+
+async def check_agents(cluster: Cluster, framework: str, how: str, together: int) -> None:
+    """Check that each agent gets one call with arguments that its framework accepts, and then an answer."""
+    program = Path(__file__).with_name("forced_agents.py")
+    agents = await asyncio.create_subprocess_exec(
+        *(AGENTS / "bin" / "python", program, framework, cluster.url, how, str(together)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, _ = await agents.communicate()
+    finally:
+        if agents.returncode is None:
+            agents.kill()
+            await agents.wait()
+    assert agents.returncode == 0
+    ended = [json.loads(line) for line in said.splitlines()]
+    assert len(ended) == together
+    for agent in ended:
+        (call,) = agent["called"]
+        assert call["city"] in ("Paris", "Rome")
+        assert 1 <= call["days"] <= 9
+        assert agent["answer"]
 
 
 async def test_responses_with_either_engine(cluster: Cluster, client: openai.AsyncOpenAI) -> None:

@@ -89,6 +89,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ebnf": 'start: "a"'}, "ebnf"),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs.grammar"),
     ({"ebnf": "root ::= " + "(" * (GRAMMAR_BRACKETS_MAX + 1)}, "ebnf"),
+    ({"ebnf": 'root ::= (("a"{0,20}){0,20}){0,20}'}, "ebnf"),
+    (
+        {"structural_tag": {"format": {"type": "grammar", "grammar": 'root ::= x{99}\nx ::= "a"{99}'}}},
+        "structural_tag.format.grammar",
+    ),
     ({"ebnf": 'root ::= "a\0"'}, "ebnf"),
     ({"structural_tag": {"type": "structural_tag"}}, "structural_tag"),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import time
 import tracemalloc
 from contextlib import suppress
@@ -11,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 from baton_gateway.json_schema import (
+    BOUNDED_TEXTS_MAX,
     COUNTED_PROPERTIES_MAX,
     DEPTH_MAX,
     PATTERN_CHARACTERS_MAX,
@@ -18,9 +21,11 @@ from baton_gateway.json_schema import (
     PATTERN_STEPS_MAX,
     check_pattern,
     check_schema,
+    spell_lengths,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
@@ -48,6 +53,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"$defs": {"a": {"if": {}}}}, "s.$defs.a.if"),
     ({"pattern": 3}, "s.pattern"),
     ({"pattern": ""}, "s.pattern"),
+    ({"pattern": "a", "maxLength": 4}, "s.maxLength"),
+    ({"format": "date", "minLength": 4}, "s.minLength"),
+    ({"anyOf": [{"minLength": 1}] * (BOUNDED_TEXTS_MAX + 1)}, "s.anyOf[0]"),
     ({"patternProperties": {"((a{99}){99}){99}": {}}}, "s.patternProperties"),
     ({"$ref": "#/$defs/a"}, "s.$ref"),
     ({"$ref": "#a"}, "s.$ref"),
@@ -270,3 +278,38 @@ def test_what_pydantic_writes_passes(mode: Literal["validation", "serialization"
     # Its first version puts a reference beside annotations into an `allOf`.
     schema["properties"]["first"]["allOf"] = [{"$ref": schema["properties"]["first"].pop("$ref")}]
     check_schema(schema, "s")
+
+
+LENGTHS: list[dict[str, Any]] = [
+    {"type": "string", "minLength": 1, "maxLength": 3},
+    {"type": "string", "minLength": 2},
+    {"type": "string", "maxLength": 2},
+    {"type": ["string", "null"], "maxLength": 2},
+]
+
+
+@pytest.mark.parametrize("schema", LENGTHS, ids=json.dumps)
+@given(text=st.text(max_size=4))
+def test_a_pattern_for_lengths_allows_the_same_texts_if_they_need_no_escape(schema: dict[str, Any], text: str) -> None:
+    spelled = dict(schema)
+    spell_lengths(spelled)
+    assert spelled.keys() == {"type", "pattern"}
+    plain = json.dumps(text, ensure_ascii=False) == f'"{text}"'
+    valid = Draft202012Validator(schema).is_valid(text)  # pyright: ignore[reportUnknownMemberType]
+    assert bool(re.search(spelled["pattern"].replace("$", r"\Z"), text)) is (plain and valid)
+
+
+def test_a_length_beyond_what_patterns_count_is_cut() -> None:
+    schema: dict[str, Any] = {"type": "string", "maxLength": 2**53}
+    spell_lengths(schema)
+    assert schema["pattern"].endswith("{0,1000000000}$")
+
+
+def test_only_lengths_that_are_enforced_become_patterns() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"minLength": {"type": "integer", "maxLength": 2}, "a": {"enum": ["a"], "maxLength": 1}},
+        "const": {"minLength": 1},
+    }
+    before = copy.deepcopy(schema)
+    spell_lengths(schema)
+    assert schema == before

@@ -16,7 +16,8 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind
-from baton_gateway.json_schema import DEPTH_MAX, check_pattern, check_schema, is_within_depth
+from baton_gateway.ebnf import REPETITIONS_MAX, multiplies_repetitions
+from baton_gateway.json_schema import DEPTH_MAX, check_pattern, check_schema, is_within_depth, spell_lengths
 
 FIELDS: Final = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag")
 BYTES_MAX: Final = 256 << 10
@@ -50,6 +51,11 @@ def json_constraint(schema: object, where: str) -> Constraint:
     # The length bounds the work of the checks.
     text = _encoded(schema, where)
     check_schema(schema, where)
+    if "Length" in text:
+        # The request keeps its own.
+        spelled = cast("dict[str, object]", msgspec.json.decode(text))
+        spell_lengths(spelled)
+        text = msgspec.json.encode(spelled).decode()
     return Constraint(kind=ConstraintKind.JSON, text=text)
 
 
@@ -79,6 +85,9 @@ def grammar_constraint(grammar: object, where: str) -> Constraint:
     text = _bounded(grammar, where)
     if text.count("(") > GRAMMAR_BRACKETS_MAX and _bracket_depth(text) > GRAMMAR_BRACKETS_MAX:
         raise InvalidRequest(f"`{where}`: brackets are nested at most {GRAMMAR_BRACKETS_MAX} deep", param=where)
+    if multiplies_repetitions(text):
+        said = f"`{where}`: counts of repetitions within repetitions multiply to at most {REPETITIONS_MAX}"
+        raise InvalidRequest(said, param=where)
     return Constraint(kind=ConstraintKind.GRAMMAR, text=text)
 
 
@@ -112,6 +121,8 @@ def _check_tag(part: object, where: str) -> None:
                 check_schema(cast("object", value), f"{where}.{key}")
             elif key == "pattern":
                 check_pattern(value, f"{where}.{key}")
+            elif key == "grammar" and isinstance(value, str):
+                grammar_constraint(value, f"{where}.{key}")
             else:
                 _check_tag(value, f"{where}.{key[:80]}")
 

@@ -29,6 +29,10 @@ COUNTED_PROPERTIES_MAX: Final = 64
 
 xgrammar's rules for them grow with the square, and the time to compile these faster: 64 take 0.2 s, 150 take 4 s.
 """
+BOUNDED_TEXTS_MAX: Final = 256
+"""Texts with bounds of their length in a schema: xgrammar compiles each for some 50 ms with 8,000 tokens."""
+PATTERN_COUNT_MAX: Final = 10**9
+"""Highest count in a pattern that stands for a length: xgrammar's are 32 bits long, and no answer is longer."""
 REFERENCE_CHARACTERS_MAX: Final = 1024
 KEY_CHARACTERS_MAX: Final = 80
 """Longest key in a path; a longer one is cut."""
@@ -60,8 +64,21 @@ _COUNTS: Final = (
     ("minProperties", "maxProperties"),
     ("minContains", "maxContains"),
 )
+_LENGTHS: Final = frozenset({"minLength", "maxLength"})
+_TEXTS: Final = frozenset({"const", "enum", "format", "pattern"})
+"""Keywords beside which xgrammar ignores lengths."""
 _NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
+_CHARACTER: Final = (
+    r"[ !#-\[\]-~\x7f"
+    "\x80-\u07ff\u0800-\u0fff\u1000-\ucfff\ud000-\ud7ff\ue000-\uffff"
+    "\U00010000-\U0003ffff\U00040000-\U000fffff\U00100000-\U0010ffff]"
+)
+"""Pattern of one character of a text in JSON that needs no escape.
+
+In each range all characters have one form in UTF-8, since xgrammar 0.2.7 reads others wrongly. A pattern with an
+alternative for escapes would be computed in the engine's step.
+"""
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_$][\w$]*", re.ASCII)
 _TOKEN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|$)|\{(\d*)(?:(,)(\d*))?\}|.", re.DOTALL)
 """One token of a pattern: an escape, a class, a count, or a character."""
@@ -91,7 +108,7 @@ def check_schema(schema: object, where: str) -> None:
         raise _wrong(where, f"a schema is nested at most {DEPTH_MAX} deep")
     root = cast("dict[str, object]", schema)
     ended: set[int] = set()
-    counted = 0
+    counted = bounded = 0
     nodes = list(_subschemas(root, where))
     # What no keyword makes a schema is not checked here, so nothing may refer to it.
     schemas = {id(node) for node, _ in nodes}
@@ -102,7 +119,31 @@ def check_schema(schema: object, where: str) -> None:
             counted += len(cast("dict[str, object]", properties)) ** 2 if isinstance(properties, dict) else 0
             if counted > COUNTED_PROPERTIES_MAX**2:
                 raise _wrong(_Below(path, key), f"stands beside more than {COUNTED_PROPERTIES_MAX} properties")
+        bounded += _bounds_text(node)
+        if bounded > BOUNDED_TEXTS_MAX:
+            raise _wrong(path, f"more than {BOUNDED_TEXTS_MAX} texts have bounds of their length")
         _check_reference(node, path, root, schemas, ended)
+
+
+def spell_lengths(schema: Mapping[str, object]) -> None:
+    """Replace the bounds of texts' lengths in a checked schema by patterns.
+
+    Into texts of a bounded length xgrammar 0.2 lets control characters and bytes that are no UTF-8.
+    """
+    for node, _ in _subschemas(schema, ""):
+        if _bounds_text(node):
+            least, most = (
+                min(cast("int", node.pop(key)), PATTERN_COUNT_MAX) if key in node else ""
+                for key in ("minLength", "maxLength")
+            )
+            node["pattern"] = f"^{_CHARACTER}{{{least or 0},{most}}}$"
+
+
+def _bounds_text(schema: Mapping[str, object]) -> bool:
+    """Return whether lengths are all that a schema says of a text."""
+    kind = schema.get("type", "string")
+    is_text = "string" in kind if isinstance(kind, list) else kind == "string"
+    return is_text and not _LENGTHS.isdisjoint(schema) and _TEXTS.isdisjoint(schema)
 
 
 def check_references(schema: Mapping[str, object], where: str, places: Sequence[str]) -> None:
@@ -175,6 +216,9 @@ def _check_keywords(schema: Mapping[str, object], path: str | _Below) -> None:
         low, high = (_count(schema, key, path) for key in (least, most))
         if low is not None and high is not None and low > high:
             raise _wrong(_Below(path, least), f"is above `{most}`")
+    for key in ("format", "pattern"):
+        if key in schema and (lengths := _LENGTHS & schema.keys()):
+            raise _wrong(_Below(path, min(lengths)), f"no engine enforces it beside `{key}`")
     if "pattern" in schema:
         check_pattern(schema["pattern"], _Below(path, "pattern"))
 

@@ -1,0 +1,93 @@
+"""Grammars in EBNF: counts of repetitions within one another are bounded, over all rules."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+
+import pytest
+from baton_gateway.ebnf import REPETITIONS_MAX, multiplies_repetitions
+from hypothesis import given
+from hypothesis import strategies as st
+
+MODERATE = [
+    'root ::= "a"{0,1000000}',
+    "root ::= [a-z]{1000000}",
+    'root ::= "a"{10,} "b"{0,900} ("c"{30}){33}',
+    'root ::= (((("a"*)+)*)?)*',
+    'root ::= "[" (root ("," root)*)? "]"',
+    'root ::= row{0,30}\nrow ::= cell{0,30} "\\n"\ncell ::= [0-9]+',
+    'root ::= "({99}){99}" [({99})]{99} # ((x{99}){99}){99}',
+]
+EXPLOSIVE = [
+    'root ::= (("a"{0,100}){0,100}){0,100}',
+    'root ::= ("a"{1,1000000}){2}',
+    'root ::= "a"{32}{32}',
+    "root ::= [}]{32} ([]{99}]{32}){32}",
+    'root ::= x{0,100}\nx ::= y{0,100}\ny ::= "a"',
+    'y ::= "a"{0,100}\nx ::= y\nroot ::= x{0,100}',
+    'root ::= "a" | "b" (root "c"){0,2}',
+    f'root ::= ("a"{{{"9" * 5000}}}){{{"9" * 5000}}}',
+    "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}{{0,8}}\n" for i in range(8)) + 'r8 ::= "a"',
+]
+
+
+@pytest.mark.parametrize("grammar", MODERATE)
+def test_a_moderate_grammar_passes(grammar: str) -> None:
+    assert not multiplies_repetitions(grammar)
+
+
+@pytest.mark.parametrize("grammar", EXPLOSIVE, ids=range(len(EXPLOSIVE)))
+def test_a_grammar_that_could_hold_an_engine_up_is_found(grammar: str) -> None:
+    assert multiplies_repetitions(grammar)
+
+
+Part = tuple[str, int, list["Part"]]
+"""What a part is, its count, and the parts inside."""
+
+
+def parts(depth: int) -> st.SearchStrategy[Part]:
+    inner = st.lists(parts(depth - 1), min_size=1, max_size=3) if depth else st.just(list[Part]())
+    return st.tuples(st.sampled_from(["sequence", "choice", "rule"]), st.integers(1, 40), inner)
+
+
+def highest(part: Part) -> int:
+    _, times, inner = part
+    return times * max(map(highest, inner), default=1)
+
+
+def written(part: Part, rules: list[str], numbers: count[int]) -> str:
+    """Return a part as EBNF, whose rules are appended."""
+    kind, times, inner = part
+    between = " | " if kind == "choice" else " "
+    text = between.join(written(each, rules, numbers) for each in inner) or '"a{9}("'
+    if kind == "rule":
+        name = f"x{next(numbers)}"
+        rules.append(f"{name} ::= {text}")
+        text = name
+    return f"({text}){{0,{times}}}" if times > 1 else f"({text})"
+
+
+@given(parts(3))
+def test_the_product_is_that_of_the_grammar_written_out(part: Part) -> None:
+    rules: list[str] = []
+    rules.append(f"root ::= {written(part, rules, count())}")
+    assert multiplies_repetitions("\n".join(rules)) is (highest(part) > REPETITIONS_MAX)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "' + "a" * 250_000,
+        "root ::= " + "(" * 120_000 + ")" * 120_000,
+        "root ::= " + "[" * 250_000,
+        "root ::= " + "a{1}" * 60_000,
+        "".join(f"x{number} ::= x{number + 1}{{1}} x{number - 1}\n" for number in range(8000)),
+        "x ::= " + " ".join(f"x{number}" for number in range(30_000)),
+    ],
+    ids=["text", "brackets", "classes", "counts", "rules", "names"],
+)
+def test_the_check_of_a_long_grammar_is_quick(grammar: str) -> None:
+    start_s = time.process_time()
+    multiplies_repetitions(grammar)
+    assert time.process_time() - start_s < 2.0
