@@ -26,7 +26,7 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES DRAIN_S PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
-BENCHMARKS := burst engines fairness gateway gateway-processes hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
+BENCHMARKS := burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -351,6 +351,9 @@ bench-streams: environment
 
 bench-gateway-processes: environment
 	.venv/bin/python -m benchmarks.gateway_processes
+
+bench-gateway-tokens: environment
+	.venv/bin/python -m benchmarks.gateway_tokens
 
 bench-intake: environment
 	.venv/bin/python -m benchmarks.intake

@@ -8,9 +8,12 @@ import json
 import re
 import socket
 import struct
+from random import Random
 from typing import Any, Final
 
 import httpx
+import msgspec
+import pytest
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.driver import AnswerDriver
@@ -19,6 +22,7 @@ from baton_gateway.server import listen, make_server
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from baton.messages.attempts import Frame
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.limits import HANG_S
@@ -30,10 +34,12 @@ DATA_SEGMENTS_IN_AT: Final = 152
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀 done."
 
 
-async def streamed(stage: Stage, *, extended: bool, takes: int = 1 << 30) -> tuple[bytes, int]:
+async def streamed(
+    stage: Stage, *, extended: bool, takes: int = 1 << 30, random: Random | None = None
+) -> tuple[bytes, int]:
     """Call the application as a server would, with or without our extension, which writes `takes` parts at most.
 
-    Return the body, and how many of its parts the extension wrote.
+    `random`: draws when the extension writes nothing. Return the body, and how many of its parts the extension wrote.
     """
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "temperature": 0}).encode()
     requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -48,11 +54,11 @@ async def streamed(stage: Stage, *, extended: bool, takes: int = 1 << 30) -> tup
     async def send(message: Message) -> None:
         parts.append(message.get("body", b""))
 
-    def write(part: bytes) -> bool:
+    def write(*new: bytes) -> bool:
         nonlocal written
-        if written < takes:
-            written += 1
-            parts.append(part)
+        if written < takes and (random is None or random.random() < 0.8):
+            written += len(new)
+            parts.extend(new)
             return True
         return False
 
@@ -78,6 +84,48 @@ async def test_the_extension_writes_the_bytes_that_asgi_would_send() -> None:
     assert written > 10
     assert some == 3
     assert plain.endswith(b"data: [DONE]\n\n")
+
+
+class Network:
+    """Loses, repeats, delays and forges frames on their way from a worker."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._late: list[Frame] = []
+
+    def __call__(self, frames: list[Frame]) -> list[Frame]:
+        (frame,) = frames
+        late, self._late = self._late, []
+        match self._random.randrange(8):
+            case 0:
+                return late
+            case 1:
+                return [frame, *late, frame]
+            case 2:
+                self._late = [frame]
+                return late
+            case 3:
+                foreign = msgspec.structs.replace(frame, attempt=frame.attempt + 1, index=frame.index, finish=None)
+                return [foreign, *late, frame]
+            case _:
+                return [*late, frame]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_frames_of_several_tokens_give_an_event_for_each_whatever_the_network_does(seed: int) -> None:
+    random = Random(seed)
+    settings = Settings(port=0, resend_s=0.02)
+    async with open_stage(settings) as stage:
+        stage.say(TEXT * 4)
+        script = stage.workers["d1"].script
+        script.interval_s = 0.001
+        whole, _ = await streamed(stage, extended=False)
+        script.tokens_per_frame = random.randint(2, 4)
+        for extended in (False, True):
+            script.twist = Network(seed)
+            body, written = await streamed(stage, extended=extended, random=random)
+            assert shown(body) == shown(whole), "the same events as of one token in each frame"
+            assert bool(written) == extended
 
 
 async def test_an_answer_that_its_client_gave_up_leaves_nothing_to_collect() -> None:
@@ -161,5 +209,5 @@ async def test_head_and_events_of_one_frame_are_one_write() -> None:
         got = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), HANG_S)
         info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         writer.close()
-    assert b'"text":"ok"' in got
+    assert re.findall(rb'"text":"(\w*)"', got) == [b"o", b"k", b""], "an event for each token"
     assert struct.unpack_from("I", info, DATA_SEGMENTS_IN_AT) == (1,)

@@ -9,16 +9,17 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.answers import AnswerHead
 from baton_gateway.choice import ChoiceText, Piece
-from baton_gateway.detokenise import BytesByToken, Vocabulary
+from baton_gateway.detokenise import BytesByToken, JsonByToken, Vocabulary
 from baton_gateway.openai_answers import ChatFormat, CompletionFormat, EventWriter
 from baton_gateway.order import Outcome
-from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.outlet import Ending, Outlet, text_writer
 from baton_gateway.parameters import OutputOptions
-from baton_gateway.turn_writer import HELD_BYTES_MAX, TurnTransport, TurnWriter, write_part
+from baton_gateway.turn_writer import HELD_BYTES_MAX, TurnTransport, TurnWriter, write_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -92,12 +93,47 @@ def test_any_text_is_escaped_as_json(text: str, chat: bool) -> None:
     assert EventWriter(shape, detailed=False).piece(0, Piece(text)) == reference_event(shape, 0, Piece(text))
 
 
+@given(cuts=st.lists(st.tuples(TOKENS, st.booleans()), max_size=8), skip_special=st.booleans())
+def test_plain_texts_are_those_of_single_tokens(
+    vocabulary: Vocabulary, cuts: list[tuple[list[int], bool]], skip_special: bool
+) -> None:
+    """Some tokens the short way and some the long way, of one choice, against the long way alone."""
+    options = OutputOptions(skip_special=skip_special)
+    mixed, plain = ChoiceText(vocabulary, options), ChoiceText(vocabulary, options)
+    assert mixed.is_plain
+    for tokens, is_short in cuts:
+        expected = [plain.feed([token], (), ends=False).text for token in tokens]
+        if is_short:
+            shown = [msgspec.json.decode(text, type=str) for text in mixed.feed_plain(tokens)]
+        else:
+            shown = [mixed.feed([token], (), ends=False).text for token in tokens]
+        assert [text for text in shown if text] == [text for text in expected if text]
+        assert mixed.tokens == plain.tokens
+    assert mixed.finish() == plain.finish()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OutputOptions(stops=("a",)),
+        OutputOptions(logprobs=True),
+        OutputOptions(token_ids=True),
+        OutputOptions(counts=True),
+    ],
+)
+def test_texts_with_more_than_tokens_are_not_plain(vocabulary: Vocabulary, options: OutputOptions) -> None:
+    assert not ChoiceText(vocabulary, options).is_plain
+
+
 def test_ids_that_no_tokenizer_knows_are_not_kept() -> None:
     asked: list[int] = []
     known = BytesByToken(lambda token: asked.append(token) or (b"a" if token == 1 else b""))
     assert [known[1], known[1], known[10**9]] == [b"a", b"a", b""]
     assert asked == [1, 10**9]
     assert dict(known) == {1: b"a"}
+    shown = JsonByToken(known)
+    assert [shown[1], shown[10**9]] == [b'"a"', b""]
+    assert dict(shown) == {1: b'"a"'}
 
 
 # ---------------------------------------------------------------- frames
@@ -128,8 +164,11 @@ def test_extending_a_stream_equals_stepping(arrived: list[tuple[str, int, Frame,
         now_next = replace(any_frame, attempt=plain.machine.attempt, index=len(plain.machine.output.tokens))
         shown = now_next if is_next else any_frame
         expected = plain.step(ev.FrameArrived(worker, generation, shown))
-        deliver = quick.machine.extend(quick.now_s, worker, generation, shown)
-        actions = quick.step(ev.FrameArrived(worker, generation, shown)) if deliver is None else [deliver]
+        tokens = quick.machine.extend(quick.now_s, worker, generation, shown)
+        if tokens is None:
+            actions = quick.step(ev.FrameArrived(worker, generation, shown))
+        else:
+            actions = [ev.Deliver(tokens, shown.logprobs, quick.machine.output.is_ended)]
         assert repr(actions) == repr(expected)
         assert state_of(quick) == state_of(plain)
         quick.now_s += 1.0
@@ -147,7 +186,7 @@ def test_a_frame_in_the_middle_needs_no_event() -> None:
     harness.run_on("d1")
     assert harness.machine.extend(0.0, "d1", 1, frame(0, 0, [5])) is None, "the first tokens change the phase"
     harness.frame(0, [5])
-    assert harness.machine.extend(0.0, "d1", 1, frame(0, 1, [6, 7])) == ev.Deliver([6, 7], (), False)
+    assert harness.machine.extend(0.0, "d1", 1, frame(0, 1, [6, 7])) == [6, 7]
     assert harness.machine.output.tokens == [5, 6, 7]
 
 
@@ -161,10 +200,16 @@ class Client:
         self.takes = True
         self.got: list[str] = []
         self.outlet = Outlet(100, pass_on=self.pass_on)
+        self.write_texts = text_writer(self.outlet, (b"", b""), self.write)
 
     def pass_on(self, _choice: int, piece: Piece) -> bool:
         if self.takes:
             self.got.append(piece.text)
+        return self.takes
+
+    def write(self, *parts: bytes) -> bool:
+        if self.takes:
+            self.got += [part.decode() for part in parts]
         return self.takes
 
     async def read(self) -> None:
@@ -176,7 +221,7 @@ class Client:
                 self.got.append(item.text)
 
 
-@given(steps=st.lists(st.sampled_from(["put", "put", "full", "free", "turn"]), max_size=40))
+@given(steps=st.lists(st.sampled_from(["put", "put", "texts", "texts", "full", "free", "turn"]), max_size=40))
 async def test_pieces_keep_their_order_past_a_full_socket(steps: list[str]) -> None:
     client, sent = Client(), list[str]()
     reader = asyncio.create_task(client.read())
@@ -185,6 +230,11 @@ async def test_pieces_keep_their_order_past_a_full_socket(steps: list[str]) -> N
             case "put":
                 sent.append(f"{len(sent)}")
                 assert client.outlet.put(0, Piece(sent[-1], 1))
+            case "texts":
+                texts = [f"{len(sent)}", f"{len(sent) + 1}"]
+                sent += texts
+                if not client.write_texts([text.encode() for text in texts]):
+                    assert all(client.outlet.put(0, Piece(text, 1)) for text in texts)
             case "turn":
                 await asyncio.sleep(0)
             case _:
@@ -200,6 +250,21 @@ async def test_a_waiting_reader_is_not_woken_for_what_passes() -> None:
     await asyncio.sleep(0)
     client.outlet.put(0, Piece("a", 1))
     assert client.got == ["a"], "written without a turn of the loop"
+    reader.cancel()
+
+
+async def test_texts_do_not_overtake_what_is_unread() -> None:
+    client = Client()
+    assert not client.write_texts([b"a"]), "the reader does not wait yet"
+    reader = asyncio.create_task(client.read())
+    await asyncio.sleep(0)
+    assert client.write_texts([b"a"])
+    client.takes = False
+    assert not client.write_texts([b"b"])
+    client.outlet.put(0, Piece("b", 1))
+    client.takes = True
+    assert not client.write_texts([b"c"])
+    assert client.got == ["a"]
     reader.cancel()
 
 
@@ -303,5 +368,7 @@ def test_a_response_takes_parts_only_while_it_is_open(changed: dict[str, object]
     wire = Wire()
     usual = {"disconnected": False, "response_complete": False, "chunked_encoding": True, "transport": wire}
     cycle = SimpleNamespace(**{"flow": SimpleNamespace(write_paused=False), **usual, **changed})
-    assert write_part(cast("RequestResponseCycle", cycle), b"a" * 16) == taken
+    assert write_parts(cast("RequestResponseCycle", cycle), b"a" * 16) == taken
     assert wire.written == ([b"10\r\n" + b"a" * 16 + b"\r\n"] if taken else [])
+    assert write_parts(cast("RequestResponseCycle", cycle), b"b", b"c") == taken
+    assert wire.written[1:] == ([b"1\r\nb\r\n", b"1\r\nc\r\n"] if taken else [])

@@ -104,6 +104,13 @@ class Events(Protocol):
 
     def piece(self, choice: int, piece: Piece) -> bytes: ...
 
+    def around(self, choice: int) -> tuple[bytes, bytes] | None:
+        """Return the bytes before and after the text, as a JSON string, of an event that has nothing else.
+
+        None: they differ from event to event.
+        """
+        ...
+
     def closing(self, choice: int, outcome: Outcome) -> bytes: ...
 
     def end(self, usage: dict[str, Any]) -> bytes:

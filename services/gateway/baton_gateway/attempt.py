@@ -196,18 +196,23 @@ class AttemptMachine:
                 assert_never(event)
         return self._take_actions()
 
-    def extend(self, now_s: float, worker: str, generation: int, frame: Frame) -> ev.Deliver | None:
+    def extend(self, now_s: float, worker: str, generation: int, frame: Frame) -> list[int] | None:
         """Take a frame that only continues the stream, as nearly all do, at a fraction of the cost of `step`.
 
-        None: the frame needs `step`, and nothing has changed.
+        Returns its tokens, to be delivered. None: the frame needs `step`, and nothing has changed.
         """
-        output = self.output
-        # Written out: a property would be a call for each token.
+        output, packed = self.output, frame.tokens
+        # Written out: properties and methods would be calls for each token.
         is_next = frame.attempt == self.attempt and frame.index == len(output.tokens) - output.starts_at
-        is_plain = frame.finish is None and frame.usage is None and frame.tokens and not len(frame.tokens) % TOKEN_BYTES
-        if not (self.phase is Phase.STREAMING and is_next and is_plain and self._is_decode(worker, generation)):
+        is_plain = frame.finish is None and frame.usage is None and packed and not len(packed) % TOKEN_BYTES
+        if not (is_next and is_plain and self.phase is Phase.STREAMING and (placement := self.placement)):
             return None
-        return self._accept_tokens(now_s, frame, unpack_tokens(frame.tokens), 0)
+        decode = placement.decode
+        if decode.worker != worker or decode.generation != generation:
+            return None
+        tokens = unpack_tokens(packed)
+        self._accept_tokens(now_s, tokens)
+        return tokens
 
     def _take_actions(self) -> list[ev.Action]:
         actions, self._actions = self._actions, []
@@ -316,20 +321,20 @@ class AttemptMachine:
                 self._search.note_accepted()
                 self.phase = Phase.STREAMING
                 self._deadline_at_s = inf
-            self._actions.append(self._accept_tokens(now_s, frame, fresh, known))
+            self._accept_tokens(now_s, fresh)
+            ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
+            self._actions.append(ev.Deliver(fresh, frame.logprobs[known:], ends or self.output.is_ended))
         if frame.finish is not None:
             self._on_finish(now_s, frame.finish)
 
-    def _accept_tokens(self, now_s: float, frame: Frame, tokens: list[int], known: int) -> ev.Deliver:
-        """Take the tokens of a frame after its first `known` ones, which were delivered before."""
+    def _accept_tokens(self, now_s: float, tokens: list[int]) -> None:
+        """Take tokens that were not delivered before."""
         self._phase_until_s = now_s + self._timers.progress_s
         self._resend_at_s = inf
         output = self.output
         output.tokens += tokens
         if self._search.is_suspected and output.emitted >= JUST_BEGUN_TOKENS:
             self._search.clear()
-        ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
-        return ev.Deliver(tokens, frame.logprobs[known:], ends or output.is_ended)
 
     def _note_cached(self, cached_tokens: int, promoted_tokens: int) -> None:
         self.cached_tokens = max(self.cached_tokens, cached_tokens)

@@ -90,6 +90,8 @@ class ChoiceText:
         self.stop = ""
         """The stop string that was found."""
         self._detailed = options.is_detailed
+        self.is_plain = not (options.stops or options.is_detailed)
+        """Whether `feed_plain` may be used: pieces are the texts of single tokens, and nothing else."""
         self.tokens = 0
         self.calls = 0
 
@@ -106,6 +108,11 @@ class ChoiceText:
         if self._detailed:
             self._detail(piece, tokens, logprobs)
         return piece
+
+    def feed_plain(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the texts that the tokens complete, as JSON strings; the same texts as those of `feed`."""
+        self.tokens += len(tokens)
+        return self._detokeniser.feed_json(tokens)
 
     def _feed_until_stop(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         piece = Piece()

@@ -35,6 +35,10 @@ class Detokeniser(Protocol):
         """Return the text that this token completes; may be empty."""
         ...
 
+    def feed_json(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the texts that the tokens complete, as JSON strings, without empty ones."""
+        ...
+
     def flush(self) -> str:
         """Return the rest at the end of the output: a replacement for an unfinished character."""
         ...
@@ -93,6 +97,7 @@ class Vocabulary:
         decoder: dict[str, object] | None = json.loads(spellings.decoder)
         self._is_byte_level = decoder is not None and decoder.get("type") == "ByteLevel"
         self._bytes = BytesByToken(self._look_up)
+        self._json = JsonByToken(self._bytes)
 
     def detokeniser(
         self, *, skip_special: bool = True, prompt: Sequence[int] = (), marks: frozenset[int] = frozenset()
@@ -104,7 +109,7 @@ class Vocabulary:
         shown = marks if skip_special else self._special
         special = self._special - shown if shown else self._special
         if self._is_byte_level:
-            return ByteDetokeniser(self._bytes, special)
+            return ByteDetokeniser(self._bytes, self._json, special)
         return WindowDetokeniser(self._decode, special, self._context(prompt, special))
 
     def special(self) -> dict[int, str]:
@@ -157,6 +162,22 @@ class BytesByToken(dict[int, bytes]):
         return spelled
 
 
+class JsonByToken(dict[int, bytes]):
+    """JSON strings of the tokens looked up so far; empty for those whose bytes end inside a character."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token: int) -> bytes:
+        spelled = self._token_bytes[token]
+        text, decoded_bytes = utf_8_decode(spelled, "replace")
+        shown = msgspec.json.encode(text) if text and decoded_bytes == len(spelled) else b""
+        if spelled:  # As in `BytesByToken`.
+            self[token] = shown
+        return shown
+
+
 _EMPTY: Final[dict[str, object]] = {"type": "BPE", "vocab": {}, "merges": []}
 
 
@@ -175,8 +196,9 @@ def _continues(spelled: bytes) -> bool:
 class ByteDetokeniser:
     """Decodes UTF-8, and holds the bytes of a character that is not complete."""
 
-    def __init__(self, token_bytes: Mapping[int, bytes], special: frozenset[int]) -> None:
+    def __init__(self, token_bytes: Mapping[int, bytes], json: Mapping[int, bytes], special: frozenset[int]) -> None:
         self._token_bytes = token_bytes
+        self._json = json
         self._special = special
         self._held = b""
 
@@ -187,6 +209,15 @@ class ByteDetokeniser:
         text, decoded_bytes = utf_8_decode(spelled, "replace")
         self._held = spelled[decoded_bytes:]
         return text
+
+    def feed_json(self, tokens: Sequence[int]) -> list[bytes]:
+        texts: list[bytes] = []
+        for token in tokens:
+            if not self._held and token not in self._special and (known := self._json[token]):
+                texts.append(known)
+            elif text := self.feed(token):
+                texts.append(msgspec.json.encode(text))
+        return texts
 
     def flush(self) -> str:
         held, self._held = self._held, b""
@@ -218,6 +249,9 @@ class WindowDetokeniser:
         if text.endswith(REPLACEMENT) and pending <= HELD_TOKENS_MAX:
             return ""
         return self._show(text)
+
+    def feed_json(self, tokens: Sequence[int]) -> list[bytes]:
+        return [msgspec.json.encode(text) for text in map(self.feed, tokens) if text]
 
     def flush(self) -> str:
         return self._show(self._decode(self._window)) if len(self._window) > self._shown else ""

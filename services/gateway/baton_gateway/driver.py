@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
 
+import msgspec
 from msgspec.structs import replace
 from opentelemetry.trace import SpanKind
 
@@ -35,6 +36,7 @@ from baton.messages.attempts import (
     PrefillTask,
     Resend,
     TokenChunk,
+    TokenLogprob,
 )
 from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress
 from baton.messages.codec import encode
@@ -47,6 +49,7 @@ from baton_gateway.attempt_messages import Prompt, cut, question_of, tasks_of
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
+from baton_gateway.outlet import TextWriter
 from baton_gateway.publisher import Publisher
 from baton_gateway.report import AnswerReport
 from baton_gateway.routes import Routes
@@ -64,6 +67,11 @@ TOKENS_SHARE_MIN: Final = 0.25
 
 class Sink(Protocol):
     """Destination of one answer's pieces."""
+
+    by_token: bool
+    """Whether each token is to be a piece of its own."""
+    write_texts: TextWriter | None
+    """Short way to the client of an answer that has begun; None: it has none."""
 
     def put(self, piece: Piece, /) -> bool:
         """Take a piece. Return False if the client reads too slowly; no further piece is needed then."""
@@ -148,14 +156,14 @@ class AnswerDriver:
 
     def take_frame(self, now_s: float, worker: str, generation: int, frame: Frame) -> None:
         """Take a worker's frame, as `post` would; most frames only add tokens and need no more than their text."""
-        deliver = None
+        tokens = None
         if not self._events and self._error is None:
-            deliver = self.machine.extend(now_s, worker, generation, frame)
-        if deliver is None:
+            tokens = self.machine.extend(now_s, worker, generation, frame)
+        if tokens is None:
             self._events.append(ev.FrameArrived(worker, generation, frame))
         else:
             try:
-                self._deliver(self._text.feed(deliver.tokens, deliver.logprobs, ends=deliver.ends))
+                self._deliver(tokens, frame.logprobs, ends=self.machine.output.is_ended)
             except Exception as error:  # noqa: BLE001  As in `_pump`.
                 self._error = error
         if self._events or self._error is not None:
@@ -252,7 +260,7 @@ class AnswerDriver:
         for action in actions:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):
-                    self._deliver(self._text.feed(tokens, logprobs, ends=ends))
+                    self._deliver(tokens, logprobs, ends=ends)
                 case ev.StartOver():
                     self._text = self._new_text()
                     self._sink.take_back()
@@ -285,11 +293,31 @@ class AnswerDriver:
                 case _:
                     assert_never(action)
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, tokens: list[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> None:
+        """Give the sink the tokens' pieces; a client that reads gets an event for each token."""
+        sink, text = self._sink, self._text
+        if (write := sink.write_texts) is not None and text.is_plain and not ends:
+            texts = text.feed_plain(tokens)
+            if not write(texts):
+                for each in texts:
+                    if not self._put(Piece(msgspec.json.decode(each, type=str), 1)):
+                        break
+        elif len(tokens) == 1 or not sink.by_token:
+            self._put(text.feed(tokens, logprobs, ends=ends))
+        else:
+            last = len(tokens) - 1
+            for at, token in enumerate(tokens):
+                if not self._put(text.feed((token,), logprobs[at : at + 1], ends=ends and at == last)):
+                    break
+
+    def _put(self, piece: Piece) -> bool:
+        """Give the sink a piece. Return False if no further one is needed."""
         if not self._sink.put(piece):
             self._events.append(ev.Aborted(ClientGone("the client stopped reading")))
-        elif piece.stopped:
+            return False
+        if piece.stopped:
             self._events.append(ev.TextStopped())
+        return not piece.stopped
 
     def _complete(self, reason: FinishReason, cached_tokens: int) -> None:
         placement = self.machine.placement

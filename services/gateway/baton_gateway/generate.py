@@ -33,7 +33,7 @@ from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
 from baton_gateway.models import LOAD_RETRY_S, KnownModel
 from baton_gateway.objectives import Objectives
 from baton_gateway.order import Order, Outcome
-from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
+from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet, TextWriter
 from baton_gateway.parsing.parsed_text import ParsedText
 from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.responses.bodies import Envelope, ResponseContext
@@ -294,9 +294,10 @@ class Production:
         self._outlet = outlet
         self._running = len(job.orders)
         self._usage = Usage(requests=1)
+        self._ends = [ChoiceOutlet(outlet, choice, by_token=job.plan.stream) for choice in range(len(job.orders))]
         self._drivers = [
-            AnswerDriver(order, partial(_text_of, job, order), ChoiceOutlet(outlet, choice), gateway.links)
-            for choice, order in enumerate(job.orders)
+            AnswerDriver(order, partial(_text_of, job, order), end, gateway.links)
+            for order, end in zip(job.orders, self._ends, strict=True)
         ]
 
     def start(self, group: asyncio.TaskGroup) -> None:
@@ -340,9 +341,10 @@ class Production:
         """Return the present placement of each choice."""
         return [driver.machine.placement for driver in self._drivers]
 
-    def note_shown(self, choice: int) -> None:
-        """Note that the client receives the first part of a choice."""
+    def note_shown(self, choice: int, write_texts: TextWriter | None = None) -> None:
+        """Note that the client receives the first part of a choice. `write_texts`: short way for what follows."""
         self._drivers[choice].post(ev.Shown())
+        self._ends[choice].write_texts = write_texts
 
     def abort(self, error: BatonError) -> None:
         """Abort all choices with this error. The drivers end at once, on their own."""

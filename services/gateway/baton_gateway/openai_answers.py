@@ -235,14 +235,20 @@ class EventWriter:
         """The bytes before and after the text, by choice."""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if self._detailed or piece.reasoning or piece.calls:
+        around = self.around(choice)
+        if around is None or piece.reasoning or piece.calls:
             return sse_event(self._shape.chunk(choice, piece))
+        return around[0] + to_json(piece.text) + around[1]
+
+    def around(self, choice: int) -> tuple[bytes, bytes] | None:
+        if self._detailed:
+            return None
         around = self._around.get(choice)
         if around is None:
             # The text is the last empty string of a chunk without one.
             before, _, after = sse_event(self._shape.chunk(choice, Piece())).rpartition(b'""')
             around = self._around[choice] = (before, after)
-        return around[0] + to_json(piece.text) + around[1]
+        return around
 
     def opening(self, choice: int) -> bytes:
         opening = self._shape.opening(choice)

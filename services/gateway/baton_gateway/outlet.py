@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from baton_gateway.choice import Piece
 from baton_gateway.order import Outcome
 
+TextWriter = Callable[[list[bytes]], bool]
+"""Writes an event for each of some texts, which are JSON strings, at once; or returns False and writes none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -37,8 +40,11 @@ class Outlet:
         self._on_overflow = on_overflow
         self._pass_on = pass_on
         self._on_ended = on_ended
-        self._reader_waits = False
-        self._items: list[tuple[int, Piece | Ending]] = []
+        self.reader_waits = False
+        self.items: list[tuple[int, Piece | Ending]] = []
+        """What is unread."""
+        self.wrote_texts = False
+        """Set by each `TextWriter`."""
         self._unread_tokens = 0
         self._overflowed = False
         self._endings = 0
@@ -48,7 +54,7 @@ class Outlet:
     def put(self, choice: int, item: Piece | Ending) -> bool:
         """Add a choice's piece or ending. Return False if the reader was given up."""
         if isinstance(item, Piece):
-            if self._reader_waits and not self._items and self._pass_on(choice, item):
+            if self.reader_waits and not self.items and self._pass_on(choice, item):
                 return True
             self._unread_tokens += item.tokens
             if self._unread_tokens_max is not None and self._unread_tokens > self._unread_tokens_max:
@@ -60,17 +66,17 @@ class Outlet:
             self._endings += 1
             self._failed |= isinstance(item.result, Exception)
             self._on_ended()
-        self._items.append((choice, item))
+        self.items.append((choice, item))
         self._filled.set()
         return True
 
     async def take(self) -> list[tuple[int, Piece | Ending]]:
         """Wait for items, or for `wake_reader`, and return all that have gathered."""
-        self._reader_waits = True
+        self.reader_waits = True
         try:
             await self._filled.wait()
         finally:
-            self._reader_waits = False
+            self.reader_waits = False
         return self._take()
 
     def wake_reader(self) -> None:
@@ -85,29 +91,48 @@ class Outlet:
 
     def take_back(self, choice: int) -> None:
         """Drop a choice's items that have not been taken yet."""
-        kept = [(number, item) for number, item in self._items if number != choice]
-        self._items = kept
+        kept = [(number, item) for number, item in self.items if number != choice]
+        self.items = kept
         self._unread_tokens = sum(item.tokens for _, item in kept if isinstance(item, Piece))
 
     def _take(self) -> list[tuple[int, Piece | Ending]]:
         self._filled.clear()
-        items, self._items = self._items, []
+        items, self.items = self.items, []
         self._unread_tokens = 0
         return items
 
 
-@dataclass(frozen=True, slots=True)
 class ChoiceOutlet:
     """One choice's end of its request's outlet."""
 
-    outlet: Outlet
-    choice: int
+    __slots__ = ("_choice", "_outlet", "by_token", "write_texts")
+
+    def __init__(self, outlet: Outlet, choice: int, *, by_token: bool) -> None:
+        """Make an end. `by_token`: each token is a piece of its own."""
+        self._outlet = outlet
+        self._choice = choice
+        self.by_token = by_token
+        self.write_texts: TextWriter | None = None
 
     def put(self, item: Piece | Ending) -> bool:
-        return self.outlet.put(self.choice, item)
+        return self._outlet.put(self._choice, item)
 
     def complete(self, outcome: Outcome) -> None:
         self.put(Ending(outcome))
 
     def take_back(self) -> None:
-        self.outlet.take_back(self.choice)
+        self._outlet.take_back(self._choice)
+
+
+def text_writer(outlet: Outlet, around: tuple[bytes, bytes], write: Callable[..., bool]) -> TextWriter:
+    """Return a writer of events with these bytes around their texts. `write`: writes parts, or returns False."""
+    before, after = around
+
+    def write_texts(texts: list[bytes]) -> bool:
+        # As in `Outlet.put`: what is unread comes first.
+        if not outlet.reader_waits or outlet.items:
+            return False
+        outlet.wrote_texts = True
+        return write(*[b"%b%b%b" % (before, text, after) for text in texts])
+
+    return write_texts

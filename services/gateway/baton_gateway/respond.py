@@ -18,7 +18,7 @@ from baton_gateway.choice import Piece
 from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
 from baton_gateway.order import Outcome
-from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.outlet import Ending, Outlet, TextWriter, text_writer
 from baton_gateway.service import Gateway
 from baton_gateway.tracing import RequestTrace
 
@@ -35,7 +35,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension of our server: a function that cuts the connection."""
 WRITE_EXTENSION = "baton.write"
-"""ASGI extension of our server: a function that writes a part of a begun body, or returns False if it cannot now."""
+"""ASGI extension of our server: a function that writes parts of a begun body, or returns False if it cannot now."""
 
 
 class AnswerResponse:
@@ -54,7 +54,7 @@ class AnswerResponse:
         self._comment_due = False
         """Whether the stream has been silent for as long as it may be."""
         self._timer: Timer | None = None
-        self._write_now: Callable[[bytes], bool] = lambda _part: False
+        self._write_now: Callable[..., bool] | None = None
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Exception | None = None
 
@@ -62,7 +62,7 @@ class AnswerResponse:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         cut: Callable[[], None] = extensions.get(ABORT_EXTENSION) or (lambda: None)
         if self._stream:
-            self._write_now = extensions.get(WRITE_EXTENSION, self._write_now)
+            self._write_now = extensions.get(WRITE_EXTENSION)
             unread_tokens_max, pass_on = self._gateway.settings.unread_tokens_max, self._pass_on
             outlet = Outlet(unread_tokens_max, cut, pass_on, on_ended=self._trace.note_produced)
         else:
@@ -130,7 +130,7 @@ class AnswerResponse:
                 for choice, item in items:
                     self._render(choice, item, events)
                 for choice in self._opened - before:
-                    production.note_shown(choice)
+                    production.note_shown(choice, self._text_writer(outlet, choice))
             except ClientGone:
                 return
             except BatonError as error:
@@ -165,10 +165,10 @@ class AnswerResponse:
 
         Pieces that are passed on set no timer, so it is looked twice whether there were any.
         """
-        if self._silent:
+        if self._silent and not outlet.wrote_texts:
             self._comment_due = True
             outlet.wake_reader()
-        self._silent = True
+        self._silent, outlet.wrote_texts = True, False
         self._look_later(outlet)
 
     def _routing(self, production: Production) -> list[tuple[bytes, bytes]]:
@@ -179,15 +179,20 @@ class AnswerResponse:
         decodes = ", ".join(route.decode.worker for route in placed)
         return [(b"x-baton-prefill", prefills.encode()), (b"x-baton-decode", decodes.encode())] if placed else []
 
+    def _text_writer(self, outlet: Outlet, choice: int) -> TextWriter | None:
+        around = self._events.around(choice)
+        return None if around is None or self._write_now is None else text_writer(outlet, around, self._write_now)
+
     def _pass_on(self, choice: int, piece: Piece) -> bool:
         """Write a piece to the client at once, if its choice has begun and the connection takes it."""
-        if choice not in self._opened:
+        write_now = self._write_now
+        if write_now is None or choice not in self._opened:
             return False
         self._silent = False
         if not (piece.text or piece.is_shown):
             return True
         # Asked before: an event is made once, since it may depend on those before it.
-        return self._write_now(b"") and self._write_now(self._events.piece(choice, piece))
+        return write_now(b"") and write_now(self._events.piece(choice, piece))
 
     def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:
         """Append the events of one item. Raises the error of a choice that failed."""

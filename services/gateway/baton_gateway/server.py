@@ -24,7 +24,7 @@ from baton_gateway.drain_state import DrainState
 from baton_gateway.openai_answers import error_body
 from baton_gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 from baton_gateway.service import Gateway
-from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_part
+from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_parts
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Protocol(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
         extensions: dict[str, Any] = scope["extensions"]
-        extensions[WRITE_EXTENSION] = partial(write_part, self.cycle)
+        extensions[WRITE_EXTENSION] = partial(write_parts, self.cycle)
         self.cycle.on_response = partial(self._end_response, extensions)
 
     def on_message_complete(self) -> None:

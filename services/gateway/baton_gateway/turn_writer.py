@@ -85,10 +85,11 @@ class TurnTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
 
-def write_part(cycle: RequestResponseCycle, part: bytes) -> bool:
-    """Write a part of a body of unknown length. Return False if the connection takes nothing at the moment."""
+def write_parts(cycle: RequestResponseCycle, *parts: bytes) -> bool:
+    """Write parts of a body of unknown length. Return False if the connection takes nothing at the moment."""
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
-    if part:  # An empty one would end the body.
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    for part in parts:
+        if part:  # An empty one would end the body.
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
     return True

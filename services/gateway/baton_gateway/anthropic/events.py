@@ -73,6 +73,9 @@ class MessageEvents:
             events += self._begin("tool_use", {**_use(call), "input": {}}) + self._delta(call.arguments)
         return events
 
+    def around(self, choice: int) -> tuple[bytes, bytes] | None:
+        del choice
+
     def closing(self, choice: int, outcome: Outcome) -> bytes:
         del choice
         self._outcome = outcome

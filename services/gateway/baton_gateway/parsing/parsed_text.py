@@ -29,6 +29,7 @@ class ParsedText(ChoiceText):
     ) -> None:
         """Start a choice. `request`: unique id, from which the ids of calls are made."""
         super().__init__(vocabulary, options, prompt, marks=form.marks)
+        self.is_plain = False
         self._parser = form.parser(parsing)
         self._calls_max = None if parsing.parallel else 1
         self._form = form.spec
