@@ -1,8 +1,8 @@
 """Load that shifts from long prompts to long answers and back, with roles that change and with fixed ones.
 
 Requests go over simulated workers on virtual time, as in `baton replay`: the scheduler's placement and supervisor are
-the product's own code. The shift comes twice: to more than the fleet can take in at once, and to a load that it can
-serve, where every request that is refused would be lost by a change.
+the product's own code. The shift comes twice: with more load than the fleet can follow at once, and with one that it
+can serve, where nothing has to be refused.
 """
 
 from __future__ import annotations
