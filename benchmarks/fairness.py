@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from baton_simulator.capacity import at_load
-from baton_simulator.goals import GOAL_TTFT_S
+from baton_simulator.goals import GOAL_TPOT_S, GOAL_TTFT_S
 from baton_simulator.policies import GOALS
 from baton_simulator.replay import Fleet, Outcome, Replay
-from baton_simulator.report import percentile, summarise
+from baton_simulator.report import is_good, percentile, summarise
 from baton_simulator.routers.baton import BatonOptions, BatonRouter
 from baton_simulator.traffic import library
 from baton_simulator.traffic.overlay import held_out_part
@@ -70,7 +70,6 @@ def overload(name: str, fleet: Fleet) -> Iterator[dict[str, Any]]:
         outcomes = run(at_load(held_out_part(library.load(name, SEED)), fleet, load), fleet)
         summary = summarise(outcomes, fleet)
         once_per_s = once_per_s or summary.good_per_s
-        ttfts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
         row = {
             "trace": name,
             "fleet": str(fleet),
@@ -79,26 +78,41 @@ def overload(name: str, fleet: Fleet) -> Iterator[dict[str, Any]]:
             "good_per_s": summary.good_per_s,
             "of_once": summary.good_per_s / once_per_s,
             "refused": summary.refused / summary.requests,
-            "admitted_within_ttft": sum(ttft_s <= GOAL_TTFT_S for ttft_s in ttfts) / len(ttfts),
+            **attainment(outcomes),
             "ttft_p99_s": summary.ttft_p99_s,
+            "tpot_p99_ms": summary.tpot_p99_ms,
         }
         print(
             f"{name}, {fleet}, {load:g}×: {row['good_per_s']:.2f} good/s ({row['of_once']:.0%} of 1×), "
-            f"{row['refused']:.0%} refused, {row['admitted_within_ttft']:.1%} of the admitted within the TTFT "
-            f"objective, p99 {row['ttft_p99_s']:.2f} s",
+            f"{row['refused']:.0%} refused; of the admitted, {row['admitted_within_ttft']:.1%} within the TTFT "
+            f"objective, {row['admitted_within_tpot']:.1%} within that of TPOT, {row['admitted_within_both']:.1%} "
+            f"within both; p99 {row['ttft_p99_s']:.2f} s, {row['tpot_p99_ms']:.0f} ms",
             flush=True,
         )
         yield row
+
+
+def attainment(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return the shares of the admitted requests within each objective, and within both."""
+    admitted = [outcome for outcome in outcomes if outcome.ttft_s is not None]
+    ttft = [(outcome.ttft_s or 0.0) <= GOAL_TTFT_S for outcome in admitted]
+    tpot = [(outcome.tpot_s or 0.0) <= GOAL_TPOT_S for outcome in admitted]
+    return {
+        "admitted_within_ttft": sum(ttft) / len(admitted),
+        "admitted_within_tpot": sum(tpot) / len(admitted),
+        "admitted_within_both": sum(map(is_good, admitted)) / len(admitted),
+    }
 
 
 def equal_resources() -> Iterator[dict[str, Any]]:
     """Yield the figures of eight workers, aggregated and separated, under the same traffic beyond their capacity."""
     trace = at_load(held_out_part(library.load("conversation", SEED)), FLEETS[0], BEYOND)
     for fleet in (*FLEETS, Fleet(prefill=5, decode=3)):
-        summary = summarise(run(trace, fleet), fleet)
+        outcomes = run(trace, fleet)
+        summary = summarise(outcomes, fleet)
         refused = summary.refused / summary.requests
         times = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_ms", "tpot_p99_ms")
-        row = {name: getattr(summary, name) for name in ("good_per_s", *times)}
+        row = {name: getattr(summary, name) for name in ("good_per_s", *times)} | attainment(outcomes)
         print(
             f"conversation, {fleet}, {BEYOND:g}× of aggregated: {summary.good_per_s:.2f} good/s, "
             f"{refused:.0%} refused, TTFT p50 {summary.ttft_p50_s:.2f} s, p99 {summary.ttft_p99_s:.2f} s, "

@@ -101,7 +101,9 @@ CONTENDERS: Final[Sequence[Proxy | Selection]] = [
 NOTES: Final = (
     "Not compared: AIBrix v0.7.0, a plug-in of Envoy in Go that no package index has; sglang-router 0.3.2 separated,"
     " which never creates the trees of its two policies (`init_pd_cache_aware_policies` has no caller) and so chooses"
-    " at random while loads are even."
+    " at random while loads are even; `sticky`, which hashes by another function than vllm-router, so that its"
+    " workers are others by design; `vllm-kv-aware`, since the workers here send vllm-router no KV events: it"
+    " follows the source."
 )
 
 

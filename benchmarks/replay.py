@@ -114,7 +114,7 @@ def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list
 
 def _place(row: dict[str, Any]) -> tuple[float, ...]:
     names = library.NAMES.index(row["trace"]), MODES.index(row["mode"]), POLICIES.index(row["policy"])
-    return row["workers"], names[0], names[1], row["load"], names[2]
+    return list(STEPS).index(row["steps"]), row["workers"], names[0], names[1], row["load"], names[2]
 
 
 def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
             partial.write_text(json.dumps(row))
             partial.rename(paths[point])
             spent_s = time.monotonic() - began_s
-            label = f"{point.trace}, {point.fleet}, {point.load:g}, {point.policy}: {row['cpu_s']:.1f} s"
+            label = f"{point.trace}, {point.fleet}, {point.load:g}, {point.policy}, {point.steps}: {row['cpu_s']:.1f} s"
             print(f"{done} of {len(missing)} after {spent_s:.0f} s: {label}", file=sys.stderr, flush=True)
     return [json.loads(paths[point].read_text()) for point in points]
 

@@ -59,20 +59,21 @@ def _ablation(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def tables(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> Iterator[str]:
     """Yield a table of goodput, then one per column of all figures."""
-    columns: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    columns: dict[tuple[str, int, str, float, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        columns.setdefault((row["trace"], row["workers"], row["mode"], row["load"]), {})[row["policy"]] = row
+        column = (row["trace"], row["workers"], row["mode"], row["load"], row["steps"])
+        columns.setdefault(column, {})[row["policy"]] = row
     yield "\n**Goodput, %**\n"
     yield f"| trace, workers, load | {' | '.join(policies)} |"
     yield "|---" * (len(policies) + 1) + "|"
-    for (trace, workers, mode, load), column in columns.items():
+    for key, column in columns.items():
         best = max(row["goodput"] for policy, row in column.items() if policy != BOUND)
         cells = [_goodput(column[each]["goodput"], best, each) if each in column else "" for each in policies]
-        yield f"| {trace}, {workers} {mode}, {load:.0%} | {' | '.join(cells)} |"
-    for (trace, workers, mode, load), column in columns.items():
+        yield f"| {_name(*key)} | {' | '.join(cells)} |"
+    for key, column in columns.items():
         first = next(iter(column.values()))
         yield (
-            f"\n**{trace}, {workers} {mode}, {load:.0%}**: {first['requests']} requests, {first['duration_s']:.0f} s. "
+            f"\n**{_name(*key)}**: {first['requests']} requests, {first['duration_s']:.0f} s. "
             f"Cached share with an infinite shared cache: {first['ideal_cached']:.3f}, "
             f"with one LRU as large as all workers': {first['pooled_cached']:.3f}\n"
         )
@@ -88,6 +89,11 @@ def tables(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> Iterator[
                 f"{row['tpot_p99_ms']:.0f} | {row['imbalance']:.2f} | {row['refused'] / row['requests']:.1%} | "
                 f"{predicted} | {row['code'][:8]} |"
             )
+
+
+def _name(trace: str, workers: int, mode: str, load: float, steps: str) -> str:
+    name = f"{trace}, {workers} {mode}, {load:.0%}"
+    return name if steps == "mocker" else f"{name}, {steps} steps"
 
 
 def _goodput(share: float, best: float, policy: str) -> str:

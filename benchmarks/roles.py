@@ -1,7 +1,8 @@
 """Load that shifts from long prompts to long answers and back, with roles that change and with fixed ones.
 
 Requests go over simulated workers on virtual time, as in `baton replay`: the scheduler's placement and supervisor are
-the product's own code.
+the product's own code. The shift comes twice: with more load than the fleet can follow at once, and with one that it
+can serve, where nothing has to be refused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PHASES: Final[Sequence[Phase]] = (
     ("long prompts again", 14.0, (8_000, 14_000), (32, 128)),
 )
 """Name, requests per second, and bounds of the tokens of prompts and answers."""
+SERVED_PER_S: Final = (13.0, 30.0, 13.0)
+"""Requests per second of the phases at which nothing has to be refused."""
 FLEET: Final = Fleet(prefill=3, decode=3, link_bytes_per_s=50e9)
 """Links of 400 Gb/s: with 80 Gb/s, two decode workers could not take in what four prefill workers compute."""
 
@@ -84,18 +87,24 @@ def refused(outcomes: Sequence[Outcome]) -> float:
 
 
 def main() -> None:
-    trace = shifting()
-    fixed, _ = play(trace, supervisor=None)
-    changing, changes = play(trace, supervisor=SupervisorOptions())
     rows: list[Row] = []
-    for number, (name, *_) in enumerate(PHASES):
-        ours, theirs = part(changing, number), part(fixed, number)
-        rows += [
-            Row.against(f"{name}: within both objectives", "%", 100 * goodput(ours), fixed=100 * goodput(theirs)),
-            Row.against(f"{name}: refused", "%", refused(ours), fixed=refused(theirs)),
-        ]
-    told = "; ".join(f"{at_s:.0f} s: {worker} to {role}" for at_s, worker, role in changes)
-    report("roles", rows, notes=f"Changes: {told}.")
+    notes: list[str] = []
+    served = [
+        (f"served load, {name}", per_s, prompts, outputs)
+        for (name, _, prompts, outputs), per_s in zip(PHASES, SERVED_PER_S, strict=True)
+    ]
+    for phases in (PHASES, served):
+        trace = shifting(phases)
+        fixed, _ = play(trace, supervisor=None)
+        changing, changes = play(trace, supervisor=SupervisorOptions())
+        for number, (name, *_) in enumerate(phases):
+            ours, theirs = part(changing, number), part(fixed, number)
+            rows += [
+                Row.against(f"{name}: within both objectives", "%", 100 * goodput(ours), fixed=100 * goodput(theirs)),
+                Row.against(f"{name}: refused", "%", refused(ours), fixed=refused(theirs)),
+            ]
+        notes.append("; ".join(f"{at_s:.0f} s: {worker} to {role}" for at_s, worker, role in changes))
+    report("roles", rows, notes=f"Changes: {notes[0]}. At a load that can be served: {notes[1]}.")
 
 
 def part(outcomes: Sequence[Outcome], phase: int) -> list[Outcome]:

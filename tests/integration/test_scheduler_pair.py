@@ -1,19 +1,24 @@
-"""Two schedulers under load: each gets all heartbeats, the workers' ledgers decide, and no request is lost."""
+"""Two schedulers under load: each gets all heartbeats, the workers' ledgers decide, and no request is lost, nor
+computed twice, even if one of the schedulers is."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 
 from baton.bus import Delivery
-from baton.messages.attempts import Cancel, DecodeTask
+from baton.messages.attempts import AttemptState, Cancel, DecodeTask
 from baton.messages.workers import Role
+from tests.harness.clients import Clients
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.limits import HANG_S
+from tests.integration.test_held_requests import held
 
 WORKERS = 3
 SLOTS = 8
@@ -89,3 +94,67 @@ async def test_two_schedulers_place_under_load_without_loss_or_double(tmp_path: 
         assert not tasks.others
         assert busy_share <= BUSY_SHARE_MAX
         assert min(made) > REQUESTS / 4, "both take part"
+
+
+ENDINGS = (
+    pytest.param(signal.SIGKILL, id="SIGKILL"),
+    pytest.param(signal.SIGSTOP, id="SIGSTOP", marks=pytest.mark.nightly),
+)
+FIRM = ("--admission-wait-s", "60", "--place-resend-s", "0.5")
+PROMPTS = [f"{number} and then" for number in range(24)]
+"""Four for each slot of the two decode workers, so that most of them are held at first."""
+OUTPUT_TOKENS = 40
+
+
+async def computed(cluster: Cluster) -> Counter[str]:
+    """Return what the workers count: prompts computed for a pull, whole answers, and tokens of answers."""
+    shown = ""
+    async with httpx.AsyncClient() as client:
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            shown += (await client.get(f"http://{cluster.status_address(name)}/metrics")).text
+    found: Counter[str] = Counter()
+    series = r'^baton_(?:worker_attempts_ended_total\{end="(held|length)"\}|engine_(output)_tokens_total) (\S+)$'
+    for end, output, value in re.findall(series, shown, re.MULTILINE):
+        found[end or output] += int(float(value))
+    return found
+
+
+async def queued(cluster: Cluster) -> int:
+    """Return how many requests wait for a placement, by the gateway's count."""
+    async with httpx.AsyncClient() as client:
+        shown = (await client.get(f"{cluster.url}/metrics")).text
+    return sum(int(float(value)) for value in re.findall(r"^baton_admission_waiting\S* (\S+)$", shown, re.MULTILINE))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ENDINGS)
+async def test_a_scheduler_lost_under_streams_changes_no_answer(
+    tmp_path: Path, model: Path, how: signal.Signals
+) -> None:
+    async with running_cluster(tmp_path, model=model) as cluster:
+        await cluster.start_control_plane(gateway_flags=(*PATIENT, *FIRM))
+        await cluster.start("scheduler-1", "baton_scheduler", "--disaggregation", "always")
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            flags = ("--digest-s", "0.1", *(("--slots", "3") if name != "prefill-0" else ()))
+            await cluster.start_worker(Role(name.split("-")[0]), name, *flags, options={**ENGINE, "step_fixed_s": 0.03})
+        await cluster.wait_ready()
+        clients = Clients(cluster, (), output_tokens=OUTPUT_TOKENS)
+        undisturbed = await asyncio.gather(*map(clients.ask, PROMPTS))
+        before = await computed(cluster)
+        running = asyncio.create_task(cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING))
+        answers = [asyncio.create_task(clients.ask(prompt)) for prompt in PROMPTS]
+        await running
+        while not await held(cluster, "scheduler"):
+            assert not all(answer.done() for answer in answers), "nothing was held"
+        cluster.services["scheduler"].signal(how)
+        if how is signal.SIGSTOP:
+            # Both hold the same requests when it goes on.
+            while await held(cluster, "scheduler-1") < await queued(cluster):
+                pass
+            cluster.services["scheduler"].signal(signal.SIGCONT)
+        assert await asyncio.gather(*answers) == undisturbed
+        assert await computed(cluster) - before == {
+            "held": len(PROMPTS),
+            "length": len(PROMPTS),
+            "output": len(PROMPTS) * OUTPUT_TOKENS,
+        }

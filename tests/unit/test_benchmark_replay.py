@@ -8,6 +8,7 @@ from typing import Any
 from baton_simulator.traffic.trace import Request, Trace
 
 from benchmarks.replay import Point, merged
+from benchmarks.replay_page import read_results, tables
 from benchmarks.replay_speed import twice
 
 
@@ -25,6 +26,21 @@ def test_new_rows_replace_those_of_the_same_points_and_the_others_stay() -> None
         (8, 0.9, "baton", "new"),
         (8, 0.9, "sglang", "old"),
         (64, 0.9, "bound", "old"),
+    ]
+
+
+def test_rows_of_other_step_times_are_columns_of_their_own() -> None:
+    mocker = next(each for each in read_results() if each["steps"] == "mocker" and each["policy"] == "baton")
+    rough = {**mocker, "steps": "rough", "goodput": 0.123}
+    rows = merged([rough], [mocker])
+    assert [each["steps"] for each in rows] == ["mocker", "rough"]
+    column = f"{mocker['trace']}, {mocker['workers']} {mocker['mode']}, {mocker['load']:.0%}"
+    summary = [line for line in tables(rows, ["baton"]) if line.startswith(f"| {column}")]
+    assert summary == [f"| {column} | **{mocker['goodput'] * 100:.0f}** |", f"| {column}, rough steps | **12** |"]
+    assert [line.split("**")[1] for line in tables(rows, ["baton"]) if line.startswith("\n**")] == [
+        "Goodput, %",
+        column,
+        f"{column}, rough steps",
     ]
 
 
