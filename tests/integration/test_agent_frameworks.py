@@ -20,7 +20,7 @@ from tests.integration.test_openai_tools import prompt_of
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-agents"
 PROGRAM = Path(__file__).with_name("agent_program.py")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 TEMPLATES = list({template.family: template for template in published_templates() if template.tools}.values())
 """A published chat template of each family."""
 
@@ -32,7 +32,7 @@ def _is_installed() -> bool:
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(10 * TIMEOUT_S),
+    pytest.mark.timeout(5 * TIMEOUT_S),
     pytest.mark.skipif(
         not _is_installed(), reason="no frameworks for agents here: `make environment-agents` installs them, given PyPI"
     ),
