@@ -37,7 +37,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-unit test-contract test-engines test-compose check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
+.PHONY: help up doctor trace explain index test test-fast test-unit test-contract test-engines test-compose test-open-responses check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -373,6 +373,11 @@ bench-tenant-timing: environment
 bench-tracing: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.tracing
+
+# OPEN_RESPONSES: a checkout of openresponses/openresponses with its packages (`npm install bun zod@3` in it).
+test-open-responses: environment
+	@$(ENVIRONMENT) .venv core test
+	OPEN_RESPONSES="$(OPEN_RESPONSES)" .venv/bin/python -m pytest -q -rs -m nightly tests/integration/test_open_responses_program.py
 
 # Needs a Docker engine with the compose and buildx plug-ins, and nothing else of this list does.
 test-compose: environment

@@ -1,8 +1,9 @@
 """An agent of a framework from PyPI, with one tool, run by `test_agent_frameworks.py` in an environment of its own.
 
-    python agent_program.py openai-agents|pydantic-ai|pydantic-ai-messages URL MODEL streamed|whole
+    python agent_program.py openai-agents|pydantic-ai|pydantic-ai-messages MODEL streamed|whole
 
-The tool prints its argument and goes on when a line comes in; the last line printed is the answer.
+Each address that comes in as a line gets a run of an agent. Its tool prints its argument and goes on when a line comes
+in; then the answer is printed. The program ends with its input.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -13,10 +14,10 @@ import asyncio
 import json
 import sys
 
-QUESTION = "What is the weather in Paris?"
+QUESTION = "What is the weather?"
 
 
-def get_weather(city: str) -> str:
+def get_weather(city: str, days: int = 1, unit: str = "celsius") -> str:
     """Return the weather in a city."""
     print(json.dumps({"called": city}), flush=True)
     sys.stdin.readline()
@@ -65,7 +66,7 @@ async def pydantic_ai(url: str, model: str, *, streamed: bool, messages: bool) -
         return await result.get_output()
 
 
-async def main(framework: str, url: str, model: str, how: str) -> None:
+async def run(framework: str, url: str, model: str, how: str) -> None:
     streamed = how == "streamed"
     if framework == "openai-agents":
         answer = await openai_agents(url, model, streamed=streamed)
@@ -74,5 +75,10 @@ async def main(framework: str, url: str, model: str, how: str) -> None:
     print(json.dumps({"answer": answer}), flush=True)
 
 
+def main(framework: str, model: str, how: str) -> None:
+    while url := sys.stdin.readline().strip():
+        asyncio.run(run(framework, url, model, how))
+
+
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import openai
 import pytest
 from baton_gateway.config import Settings
 from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import ValidationError
 
 from baton.messages.attempts import Cancel, DecodeTask, PrefillTask, TokenChunk
 from baton.messages.base import unpack_tokens
@@ -36,10 +38,19 @@ async def client(stage: Stage) -> AsyncIterator[openai.AsyncOpenAI]:
         yield opened
 
 
-def connect(url: str, key: str = "none") -> openai.AsyncOpenAI:
-    """Return a client that skips reading certificates, which takes longer than most tests here."""
+def connect(url: str, key: str = "none", *, strict: bool = True) -> openai.AsyncOpenAI:
+    """Return a client that validates every answer strictly, unless told otherwise.
+
+    It skips reading certificates, which takes longer than most tests here.
+    """
     plain = openai.DefaultAsyncHttpxClient(verify=False)
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=plain)
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=plain,
+        _strict_response_validation=strict,
+    )
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
@@ -136,6 +147,32 @@ async def test_completions_of_every_kind_of_prompt(stage: Stage, client: openai.
     assert answer is not None
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 3 * len(tokens)
+
+
+async def test_streamed_completions_deviate_from_the_sdks_types_in_one_field_as_openai_does(
+    stage: Stage, client: openai.AsyncOpenAI
+) -> None:
+    """`finish_reason` is null before the last chunk, which OpenAI's server sends and the SDK's type forbids."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "hi", "stream": True, "logprobs": 1, "n": 2, "max_tokens": 99}
+    with pytest.raises(openai.APIResponseValidationError) as refused:
+        async for _ in await client.completions.create(**asked, stream_options={"include_usage": True}):
+            pass
+    assert isinstance(refused.value.__cause__, ValidationError)
+    assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {("choices", 0, "finish_reason")}
+    texts = {0: "", 1: ""}
+    async with connect(stage.base_url, strict=False) as loose:
+        async for chunk in await loose.completions.create(**asked):
+            filled = chunk.model_dump(exclude_unset=True)
+            for choice in filled["choices"]:
+                texts[choice["index"]] += choice["text"]
+                choice["finish_reason"] = choice["finish_reason"] or "stop"
+            assert Completion.model_validate(filled)
+    assert texts == {0: HELLO, 1: HELLO}
+
+
+async def test_embeddings_are_refused_by_name(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="embedding"):
+        await client.embeddings.create(model=MODEL, input="hi")
 
 
 async def test_n_is_expanded_and_seeds_differ(stage: Stage, client: openai.AsyncOpenAI) -> None:

@@ -65,11 +65,12 @@ def message_of(answer: ChatCompletion) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value}
 
 
+@pytest.mark.parametrize("published", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family is not FormatName.THINK])
-async def test_every_family_streamed_and_whole(family: FormatName) -> None:
+async def test_every_family_streamed_and_whole(family: FormatName, published: bool) -> None:
     async with open_family(family) as (stage, client):
         for sample in samples_of(family):
-            if sample.prefix:
+            if sample.prefix or bool(sample.source) != published:
                 continue
             stage.say(sample.text)
             tools: list[Any] = [{"type": "function", "function": tool} for tool in sample.tools] or [*TOOLS]

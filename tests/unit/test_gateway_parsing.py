@@ -15,7 +15,7 @@ from baton_gateway.tool_bodies import Tool, text_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.gateway.samples import FAMILIES, Sample, chat_template, form_of, samples_of
+from tests.harness.gateway.samples import FAMILIES, Sample, chat_template, form_of, samples_of, sources
 
 SAMPLES = [(family, sample) for family in FAMILIES for sample in samples_of(family)]
 
@@ -49,7 +49,10 @@ def test_samples(family: FormatName, sample: Sample) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_have_samples_of_every_kind(family: FormatName) -> None:
     samples = samples_of(family)
-    assert len(samples) >= 10 or not read_family(family).has_tools
+    assert len(samples) >= 10
+    published = [sample for sample in samples if sample.source]
+    assert len(published) >= 10
+    assert {sample.source.split(": ")[0] for sample in published} <= set(sources())
     if read_family(family).has_tools:
         assert any(len(sample.calls) > 1 for sample in samples), "parallel calls"
         assert any(not sample.calls and sample.content for sample in samples), "malformed calls"
@@ -209,6 +212,12 @@ def test_the_prefix_is_what_the_prompt_has_of_the_answer() -> None:
     assert form.prefix_of(prompt + "<think>\n") == "<think>\n"
     assert form.prefix_of("no chat") == ""
     assert form_of(FormatName.THINK).prefix_of("anything<think>\n") == "<think>\n"
+
+
+@pytest.mark.parametrize("prefix", ["\n\n", "Ok. ", "<think>\n\n</think>\n\n"])
+def test_white_space_of_the_prompt_is_no_part_of_the_answer(prefix: str) -> None:
+    parsed = parse(form_of(FormatName.HERMES), ["It is sunny."], ParsingOptions(prefix=prefix, tools=True))
+    assert parsed == Parsed(content="It is sunny.")
 
 
 AFTER_TOOLS: list[tuple[FormatName, str]] = [

@@ -11,7 +11,7 @@ from baton_gateway.parsing.formats import FormatName, read_family
 from baton_gateway.parsing.parser import AnswerFormat
 
 FAMILIES: Final = tuple(name for name in FormatName if name not in (FormatName.AUTO, FormatName.NONE))
-FOLDER: Final = Path(__file__).parents[2] / "samples" / "answers"
+SAMPLES: Final = Path(__file__).parents[2] / "samples"
 _TEMPLATE: Final = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{%- for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -48,6 +48,10 @@ _SPECIAL: Final[dict[FormatName, tuple[str, ...]]] = {
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     text: str
+    source: str = ""
+    """Where it was published: a key of `sources.json` and a file. Empty: made for these tests."""
+    limit: str = ""
+    """Reason why what is expected is not what the model meant."""
     prefix: str = ""
     """Beginning of the answer in the prompt."""
     tools: list[dict[str, Any]] = []
@@ -57,8 +61,40 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: list[tuple[str, dict[str, Any]]] = []
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    repository: str
+    revision: str
+    licence: str
+
+
+class Template(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A published chat template."""
+
+    file: str
+    family: FormatName
+    reasons: bool
+    """Whether its model reasons."""
+    tools: bool
+    """Whether it shows tools to the model."""
+    model: str
+    licence: str
+    source: str
+
+    @property
+    def text(self) -> str:
+        return (SAMPLES / "templates" / self.file).read_text()
+
+
 def samples_of(family: FormatName) -> list[Sample]:
-    return msgspec.json.decode((FOLDER / f"{family}.json").read_bytes(), type=list[Sample])
+    return msgspec.json.decode((SAMPLES / "answers" / f"{family}.json").read_bytes(), type=list[Sample])
+
+
+def sources() -> dict[str, Source]:
+    return msgspec.json.decode((SAMPLES / "sources.json").read_bytes(), type=dict[str, Source])
+
+
+def published_templates() -> list[Template]:
+    return msgspec.json.decode((SAMPLES / "templates" / "index.json").read_bytes(), type=list[Template])
 
 
 def chat_template(family: FormatName) -> str:

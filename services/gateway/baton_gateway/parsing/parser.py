@@ -6,6 +6,7 @@ an error to it; what is in a region is read here when the region ends.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -88,8 +89,19 @@ class AnswerFormat:
 
     def parser(self, options: ParsingOptions) -> AnswerParser:
         template = self._with_tools if options.tools else self._without_tools
-        parser = self._library.ResponseParser(template, prefix=options.prefix)
+        # White space at its end would come out as content of the answer.
+        parser = self._library.ResponseParser(template, prefix=options.prefix.rstrip())
         return AnswerParser(self, parser, options)
+
+    def end_of_call(self, body: str) -> int:
+        """Return where the text after a call begins, in formats without a mark that ends calls."""
+        if self.closing or self.writes_text or self.spec.is_python:
+            return len(body)
+        begin = len(body) - len(body.lstrip())
+        try:
+            return json.JSONDecoder().raw_decode(body, begin)[1]
+        except (ValueError, RecursionError):
+            return len(body)
 
     def read(self, opening: str, body: str, options: ParsingOptions, *, is_closed: bool) -> list[Call]:
         """Return the calls in a region; none if it is malformed, or no tools were offered."""
@@ -153,11 +165,14 @@ class AnswerParser:
                     parsed.reasoning += event["text"]
                 case "region_close", "tool_calls":
                     opening, body = event["value"]["opening"], event["value"]["body"]
-                    calls = self._form.read(opening, body, self._options, is_closed=is_closed)
+                    end = self._form.end_of_call(body)
+                    calls = self._form.read(opening, body[:end], self._options, is_closed=is_closed)
                     if not parsed.calls:
                         parsed.calls_at = len(parsed.content)
                     parsed.calls += calls
-                    if not calls:
+                    if calls:
+                        parsed.content += body[end:].strip()
+                    else:
                         parsed.content += opening + body + (self._form.closing if is_closed else "")
                 case _:
                     pass
