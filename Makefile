@@ -26,7 +26,7 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES DRAIN_S PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
-BENCHMARKS := burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
+BENCHMARKS := burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -293,16 +293,21 @@ bench-pool-engine: environment-vllm
 bench-pool-parts: environment
 	.venv/bin/python -m benchmarks.pool_parts
 
+bench-pool-prediction: environment-vllm
+	.venv/bin/python -m benchmarks.pool_prediction
+
+bench-pool-replay: environment
+	.venv/bin/python -m benchmarks.pool_replay
+
 bench-prediction: environment-vllm
 	.venv/bin/python -m benchmarks.prediction
 
 bench-fairness: environment
 	.venv/bin/python -m benchmarks.fairness
 
-# Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
-bench-pool: environment
-	.venv/bin/python -m benchmarks.pool_replay
+bench-pool: bench-pool-replay bench-pool-engine bench-pool-parts bench-pool-prediction
 
+# Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
 

@@ -1,7 +1,9 @@
 """Parts of the KV pool against the generic path: `make bench-pool-parts`.
 
-- CRC-32C by the processor's instruction, beside tables; a save, a file's write and its read, and a loan, beside memcpy.
-- Copies with huge pages beside small ones. Near and far NUMA nodes are not compared: no machine with two was at hand.
+- CRC-32C by the processor's instruction, beside tables; a save, a file's write and its read, a loan, and a hand-off
+  between two engines' caches, beside memcpy.
+- Saves and promotions of a pool in huge pages beside one in small pages, where the system gives shared memory huge
+  ones; between a cache and a pool on one NUMA node beside two, where the machine has two.
 - What a promotion costs in moves, and bytes per move, in a fresh pool and after 10,000 random operations.
 - Blocks written to a file when they are saved, beside when they are evicted, on Mooncake's conversation trace.
 """
@@ -10,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import mmap
+import os
 import statistics
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
@@ -46,8 +49,8 @@ LOAN_S: Final = 30.0
 OPERATIONS: Final = 10_000
 FILE_SLOTS: Final = 30_000
 POOL_SLOTS: Final = (3_000, 10_000)
-MADV_HUGEPAGE: Final = 14
-MADV_NOHUGEPAGE: Final = 15
+COPIES: Final = ("save", "promotion")
+PR_SET_THP_DISABLE: Final = 41
 
 
 def bytes_per_s(move: Callable[[], None], size: int, repeats: int) -> float:
@@ -61,7 +64,8 @@ def bytes_per_s(move: Callable[[], None], size: int, repeats: int) -> float:
     return size / statistics.median(times)
 
 
-def make_pool() -> tuple[KvPool, ctypes.Array[ctypes.c_char]]:
+def make_cache() -> tuple[Pool, ctypes.Array[ctypes.c_char]]:
+    """Return an engine's cache and the memory that it is in."""
     memory = ctypes.create_string_buffer(LAYERS * BLOCKS * BLOCK_BYTES)
     base = ctypes.addressof(memory)
     cache = Pool(
@@ -72,6 +76,11 @@ def make_pool() -> tuple[KvPool, ctypes.Array[ctypes.c_char]]:
         block_tokens=BLOCK_TOKENS,
         fingerprint="bench",
     )
+    return cache, memory
+
+
+def make_pool() -> tuple[KvPool, ctypes.Array[ctypes.c_char]]:
+    cache, memory = make_cache()
     return KvPool(cache, BLOCKS * slot_bytes(LAYERS, BLOCK_BYTES)), memory
 
 
@@ -86,29 +95,75 @@ def measure_checksums(repeats: int) -> list[Row]:
     return [Row.against("CRC-32C", "GB/s", ours / 1e9, tables=tables / 1e9, memcpy=memcpy / 1e9)]
 
 
-def measure_pages(repeats: int) -> list[Row]:
-    """Copy blocks of one layer in random order, as promotions read slots."""
-    size, piece = 256 << 20, 4 << 10
-    order = list(range(0, size, piece))
-    Random(1).shuffle(order)
-    order = order[:8192]
-    sink = ctypes.create_string_buffer(piece)
-    rates: dict[int, float] = {}
-    for advice in (MADV_HUGEPAGE, MADV_NOHUGEPAGE):
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            view = ctypes.c_char.from_buffer(memory)
-            base = ctypes.addressof(view)
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(base), ctypes.c_size_t(size), advice)
-            ctypes.memset(base, 1, size)
+@contextmanager
+def small_pages() -> Iterator[None]:
+    """Let pools that are made here be in small pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "huge pages cannot be disabled for this process")
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
-            def read(base: int = base) -> None:
-                for at in order:
-                    ctypes.memmove(sink, base + at, piece)
 
-            rates[advice] = bytes_per_s(read, len(order) * piece, repeats)
-            del view
-    huge, small = (rates[advice] / 1e9 for advice in (MADV_HUGEPAGE, MADV_NOHUGEPAGE))
-    return [Row.against("pages of 4 KiB in random order, from huge pages", "GB/s", huge, small_pages=small)]
+def huge_bytes() -> int:
+    """Return how much shared memory is mapped to this process in huge pages."""
+    fields = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines())
+    return sum(int(line[1]) << 10 for line in fields if line[0] == "ShmemPmdMapped:")
+
+
+def node_cpus() -> list[set[int]]:
+    """Return the processors of each NUMA node that has any."""
+    nodes: list[set[int]] = []
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        spans = (span.partition("-") for span in path.read_text().strip().split(",") if span)
+        nodes.append({cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)})
+    return [cpus for cpus in nodes if cpus]
+
+
+def measure_copies(pool: KvPool, repeats: int) -> dict[str, float]:
+    """Return GB/s of saves and promotions of a prompt, its slots in another order than its blocks."""
+    blocks, slots = tuple(range(PROMPT_BLOCKS)), list(range(PROMPT_BLOCKS))
+    Random(1).shuffle(slots)
+    size = PROMPT_BLOCKS * LAYERS * BLOCK_BYTES
+    jobs = {name: CopyJob(job=1, promotes=name == "promotion", blocks=blocks, slots=tuple(slots)) for name in COPIES}
+    return {name: bytes_per_s(lambda job=job: copy(pool, job), size, repeats) / 1e9 for name, job in jobs.items()}
+
+
+def measure_pages(repeats: int) -> tuple[list[Row], str]:
+    with small_pages():
+        small, _cache = make_pool()
+    before = huge_bytes()
+    huge, _cache_too = make_pool()
+    if not (given := huge_bytes() - before):
+        return [], "huge pages: none, the system gives shared memory none (shmem_enabled)"
+    rates = [measure_copies(pool, repeats) for pool in (huge, small)]
+    return [
+        Row.against(f"{name}, pool in huge pages", "GB/s", rates[0][name], small_pages=rates[1][name])
+        for name in COPIES
+    ], f"{given >> 20} MiB of the pool in huge pages"
+
+
+def measure_nodes(repeats: int) -> tuple[list[Row], str]:
+    nodes = node_cpus()
+    if len(nodes) < 2:
+        return [], "NUMA: one node, so near and far pools are not compared"
+    allowed = os.sched_getaffinity(0)
+    try:
+        # Memory is taken from the node of the processor that reserves it.
+        os.sched_setaffinity(0, nodes[1])
+        far, _cache = make_pool()
+        os.sched_setaffinity(0, nodes[0])
+        near, _cache_too = make_pool()
+        rates = [measure_copies(pool, repeats) for pool in (near, far)]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    rows = [
+        Row.against(f"{name}, pool on the cache's NUMA node", "GB/s", rates[0][name], far_node=rates[1][name])
+        for name in COPIES
+    ]
+    return rows, f"NUMA nodes: {len(nodes)}"
 
 
 def measure_moves(folder: Path, repeats: int) -> list[Row]:
@@ -145,12 +200,20 @@ def measure_moves(folder: Path, repeats: int) -> list[Row]:
     return rows
 
 
-def measure_loan(repeats: int) -> list[Row]:
-    """Pull a prompt's slots from one pool into another one, by their agents, in this process."""
-    (source, _kept), (sink, _kept_too) = make_pool(), make_pool()
+def measure_pulls(repeats: int) -> list[Row]:
+    (source, _one), (sink, _two) = make_pool(), make_pool()
+    (prefill, _three), (decode, _four) = make_cache(), make_cache()
+    return [
+        measure_pull("loan between two pools", source.pool, sink.pool, repeats),
+        measure_pull("hand-off between two engines' caches", prefill, decode, repeats),
+    ]
+
+
+def measure_pull(name: str, source: Pool, sink: Pool, repeats: int) -> Row:
+    """Pull a prompt's blocks from one memory into another one, by their agents, in this process."""
     lender, borrower = NativeAgent(AgentOptions()), NativeAgent(AgentOptions())
-    lender.set_pool(source.pool)
-    borrower.set_pool(sink.pool)
+    lender.set_pool(source)
+    borrower.set_pool(sink)
     slots, tokens = tuple(range(PROMPT_BLOCKS)), PROMPT_BLOCKS * BLOCK_TOKENS
     size = PROMPT_BLOCKS * LAYERS * BLOCK_BYTES
     numbers, backends = count(1), set[str]()
@@ -172,14 +235,13 @@ def measure_loan(repeats: int) -> list[Row]:
                     lender.poll()
                     return
 
-    memcpy = bytes_per_s(
-        lambda: _discard(ctypes.memmove(sink.slot_address(0), source.slot_address(0), size)), size, repeats
-    )
+    one, other = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size)
+    memcpy = bytes_per_s(lambda: _discard(ctypes.memmove(one, other, size)), size, repeats)
     rate = bytes_per_s(pull, size, repeats)
     borrower.close()
     lender.close()
-    name = f"loan between two pools, {'/'.join(sorted(backends))}, checksums included"
-    return [Row.against(name, "GB/s", rate / 1e9, memcpy=memcpy / 1e9)]
+    name = f"{name}, {'/'.join(sorted(backends))}, checksums included"
+    return Row.against(name, "GB/s", rate / 1e9, memcpy=memcpy / 1e9)
 
 
 def measure_fragmentation() -> tuple[list[Row], str]:
@@ -251,10 +313,6 @@ def measure_writes() -> list[Row]:
     return rows
 
 
-def nodes() -> int:
-    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-
-
 def _discard(_: object) -> None:
     return None
 
@@ -264,17 +322,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="repeats of each move (default 30)")
     parser.add_argument("--folder", type=Path, help="folder for the file; default: a temporary one")
     arguments = parser.parse_args()
-    moves, notes = measure_fragmentation()
+    moves, blocks = measure_fragmentation()
+    pages, page_notes = measure_pages(arguments.repeats)
+    nodes, node_notes = measure_nodes(arguments.repeats)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows = [
             *measure_checksums(arguments.repeats),
-            *measure_pages(arguments.repeats),
+            *pages,
+            *nodes,
             *measure_moves(Path(folder), arguments.repeats),
-            *measure_loan(arguments.repeats),
+            *measure_pulls(arguments.repeats),
             *moves,
             *measure_writes(),
         ]
-    report("pool_parts", rows, notes=f"{notes}; NUMA nodes: {nodes()}")
+    report("pool_parts", rows, notes="; ".join((blocks, page_notes, node_notes)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.replay_page import replace_lines
 from benchmarks.report import RESULTS, commit, machine
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "kv-pool-replay.md"
-BEGIN: Final = "<!-- the tables: make bench-pool -->\n"
+BEGIN: Final = "<!-- the tables: make bench-pool-replay -->\n"
 END: Final = "<!-- end of the tables -->\n"
 SEED: Final = 1
 LOAD: Final = 0.9

@@ -8,7 +8,7 @@ bytes`, and blocks are a cell apart. Slot s is in cell s, but where hand-offs ar
 (`baton.pool.cells`).
 
 The memory is reserved at once, on the engine's NUMA node as far as that has room, and in huge pages where the system
-gives shared memory these (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+gives shared memory these (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`: `advise`, `within_size` or `always`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 PAGE_BYTES: Final = 4096
 
 _MADV_HUGEPAGE: Final = 14
+_MADV_COLLAPSE: Final = 25
 
 
 def slot_bytes(tensors: int, block_bytes: int) -> int:
@@ -118,5 +119,9 @@ class KvPool:
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE):
-        _log.debug("the KV pool gets no huge pages: error %d", ctypes.get_errno())
+    """Advise huge pages, and gather the small ones that are reserved already: the advice alone is for later ones."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
+            _log.debug("the KV pool gets no huge pages: error %d", ctypes.get_errno())
+            return

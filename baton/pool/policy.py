@@ -2,15 +2,19 @@
 
 A policy orders keys and knows nothing of slots; its owner says which keys are in use.
 
-S3-FIFO (Yang et al., SOSP 2023), with a larger small queue and an earlier promotion than its authors', as measured on
-Mooncake's conversation trace (`docs/decisions/0042-the-kv-pool.md`):
+S3-FIFO (Yang et al., SOSP 2023) with an earlier promotion than its authors', and shares that follow the traffic:
 
-    new ──▶ small, FIFO ──oldest, unused──▶ ghost: the key alone
-              │ oldest, used once or more     │ inserted again
+    new ──▶ small, FIFO ──oldest, unused──▶ ghost of small: the key alone
+              │ oldest, used once or more     │ inserted again: small gets one slot more
               ▼                               ▼
             main, FIFO: the oldest goes round once more for each use, then leaves
+              ▲                               │
+              └── inserted again: ◀── ghost of main: the key alone
+                  main gets one slot more
 
-Until something leaves for the first time, what the small queue has no place for goes to the main queue.
+A key that comes back after it left the small queue says that this queue was too short; one that comes back after it
+left the main queue, that the main queue was (`docs/decisions/0065-shares-that-follow-the-traffic.md`). Until something
+leaves for the first time, what the small queue has no place for goes to the main queue.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from typing import Final, Protocol, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 SMALL_SHARE: Final = 0.45
-"""Share of the slots that the small queue may take before it is evicted from."""
+"""Share of the slots that the small queue may take at first before it is evicted from."""
+SMALL_SHARE_MIN: Final = 0.05
+SMALL_SHARE_MAX: Final = 0.9
 USES_MAX: Final = 3
 """Number of uses that are remembered per key, hence of rounds through the main queue."""
 
@@ -69,27 +75,43 @@ class Lru(EvictionPolicy[Key]):
 
 
 class S3Fifo(EvictionPolicy[Key]):
-    """S3-FIFO for `capacity` keys: a scan passes through the small queue and leaves the main queue as it is."""
+    """S3-FIFO for `capacity` keys: a scan passes through the small queue and leaves the main queue as it is.
 
-    def __init__(self, capacity: int, small_share: float = SMALL_SHARE) -> None:
-        self._small_max = int(capacity * small_share)
-        self._main_max = capacity - self._small_max
+    `adapts`: the queues' shares follow the keys that come back; without it they stay as in the paper.
+    """
+
+    def __init__(self, capacity: int, *, adapts: bool = True) -> None:
+        self._capacity = capacity
+        self._adapts = adapts
+        self._small_max = int(capacity * SMALL_SHARE)
         self._is_filling = True
         """Whether nothing was evicted yet."""
         self._small: OrderedDict[Key, int] = OrderedDict()
         """Number of uses by key, oldest key first; so in the main queue."""
         self._main: OrderedDict[Key, int] = OrderedDict()
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
-        """Keys that left the small queue unused, as many as the main queue holds at most."""
+        self._small_ghosts: OrderedDict[Key, None] = OrderedDict()
+        """Keys that left the small queue unused, at most `capacity`."""
+        self._main_ghosts: OrderedDict[Key, None] = OrderedDict()
+        """Keys that left the main queue, at most `capacity`; none unless the shares adapt."""
 
     def insert(self, key: Key) -> None:
-        if key in self._ghosts:
-            del self._ghosts[key]
+        if key in self._small_ghosts:
+            del self._small_ghosts[key]
+            self._resize_small(1)
+            self._main[key] = 0
+        elif key in self._main_ghosts:
+            del self._main_ghosts[key]
+            self._resize_small(-1)
             self._main[key] = 0
         elif self._is_filling and len(self._small) >= self._small_max:
             self._main[key] = 0
         else:
             self._small[key] = 0
+
+    def _resize_small(self, slots: int) -> None:
+        if self._adapts:
+            least, most = int(self._capacity * SMALL_SHARE_MIN), int(self._capacity * SMALL_SHARE_MAX)
+            self._small_max = min(max(self._small_max + slots, least), most)
 
     def touch(self, key: Key) -> None:
         queue = self._small if key in self._small else self._main
@@ -97,7 +119,7 @@ class S3Fifo(EvictionPolicy[Key]):
 
     def evict(self, pinned: Callable[[Key], bool]) -> Key | None:
         self._is_filling = False
-        if len(self._main) > self._main_max and (victim := self._evict_main(pinned)) is not None:
+        if len(self._main) > self._capacity - self._small_max and (victim := self._evict_main(pinned)) is not None:
             return victim
         # What the small queue holds but does not evict moves to the main queue, so that is looked through afterwards.
         victim = self._evict_small(pinned)
@@ -110,9 +132,7 @@ class S3Fifo(EvictionPolicy[Key]):
         while self._small:
             key, uses = self._small.popitem(last=False)
             if uses == 0 and not pinned(key):
-                self._ghosts[key] = None
-                while len(self._ghosts) > self._main_max:
-                    self._ghosts.popitem(last=False)
+                self._remember(self._small_ghosts, key)
                 return key
             self._main[key] = 0
         return None
@@ -122,9 +142,16 @@ class S3Fifo(EvictionPolicy[Key]):
             key, uses = self._main.popitem(last=False)
             in_use = pinned(key)
             if uses == 0 and not in_use:
+                if self._adapts:
+                    self._remember(self._main_ghosts, key)
                 return key
             self._main[key] = uses if in_use else max(uses - 1, 0)
         return None
+
+    def _remember(self, ghosts: OrderedDict[Key, None], key: Key) -> None:
+        ghosts[key] = None
+        if len(ghosts) > self._capacity:
+            ghosts.popitem(last=False)
 
 
 class PolicyName(StrEnum):

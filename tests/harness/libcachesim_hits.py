@@ -19,9 +19,9 @@ def main() -> None:
     keys, small_share = asked["keys"], asked["small_share"]
     rates: dict[str, list[float]] = {"s3-fifo": [], "lru": []}
     for slots in asked["slots"]:
-        # Baton remembers as many keys that left the small queue as the main queue holds.
+        # Baton remembers as many keys that left the small queue as there are slots.
         s3_fifo = libcachesim.S3FIFO(
-            slots, small_size_ratio=small_share, ghost_size_ratio=1 - small_share, move_to_main_threshold=1
+            slots, small_size_ratio=small_share, ghost_size_ratio=1.0, move_to_main_threshold=1
         )
         rates["s3-fifo"].append(hit_rate(s3_fifo, keys))
         rates["lru"].append(hit_rate(libcachesim.LRU(slots), keys))

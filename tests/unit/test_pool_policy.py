@@ -4,30 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.pool.policy import SMALL_SHARE, EvictionPolicy, Lru, PolicyName, S3Fifo, make_policy
+from baton.pool.policy import (
+    SMALL_SHARE,
+    SMALL_SHARE_MAX,
+    SMALL_SHARE_MIN,
+    EvictionPolicy,
+    Lru,
+    PolicyName,
+    S3Fifo,
+    make_policy,
+)
 
 
 @dataclass
 class NaiveS3Fifo:
-    """The algorithm of the paper, with lists of (key, uses), oldest first."""
+    """The algorithm of the paper with shares that follow what comes back; lists of (key, uses), oldest first."""
 
-    main_max: int
+    capacity: int
+    adapts: bool
     small_max: int
     evicted: bool = False
     small: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     main: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    ghosts: list[int] = field(default_factory=list[int])
+    small_ghosts: list[int] = field(default_factory=list[int])
+    main_ghosts: list[int] = field(default_factory=list[int])
 
     def insert(self, key: int) -> None:
-        if key in self.ghosts:
-            self.ghosts.remove(key)
+        if key in self.small_ghosts:
+            self.small_ghosts.remove(key)
             self.main.append((key, 0))
+            if self.adapts and self.small_max < int(self.capacity * SMALL_SHARE_MAX):
+                self.small_max += 1
+        elif key in self.main_ghosts:
+            self.main_ghosts.remove(key)
+            self.main.append((key, 0))
+            if self.small_max > int(self.capacity * SMALL_SHARE_MIN):
+                self.small_max -= 1
         elif not self.evicted and len(self.small) >= self.small_max:
             self.main.append((key, 0))
         else:
@@ -45,7 +64,8 @@ class NaiveS3Fifo:
 
     def evict(self, pinned: Callable[[int], bool]) -> int | None:
         self.evicted = True
-        for queue in ("main", "small") if len(self.main) > self.main_max else ("small", "main"):
+        main_max = self.capacity - self.small_max
+        for queue in ("main", "small") if len(self.main) > main_max else ("small", "main"):
             victim = self._evict_small(pinned) if queue == "small" else self._evict_main(pinned)
             if victim is not None:
                 return victim
@@ -55,7 +75,7 @@ class NaiveS3Fifo:
         while self.small:
             key, uses = self.small.pop(0)
             if uses == 0 and not pinned(key):
-                self.ghosts = [*self.ghosts, key][-self.main_max :] if self.main_max else []
+                self.small_ghosts = [*self.small_ghosts, key][-self.capacity :]
                 return key
             self.main.append((key, 0))
         return None
@@ -64,6 +84,8 @@ class NaiveS3Fifo:
         while any(not pinned(key) for key, _ in self.main):
             key, uses = self.main.pop(0)
             if uses == 0 and not pinned(key):
+                if self.adapts:
+                    self.main_ghosts = [*self.main_ghosts, key][-self.capacity :]
                 return key
             self.main.append((key, uses if pinned(key) else max(uses - 1, 0)))
         return None
@@ -91,22 +113,26 @@ class NaiveLru:
         return None
 
 
-def pair(name: PolicyName, capacity: int) -> tuple[EvictionPolicy[int], EvictionPolicy[int]]:
-    if name is PolicyName.LRU:
-        return Lru(), NaiveLru()
-    small_max = int(capacity * SMALL_SHARE)
-    return S3Fifo(capacity), NaiveS3Fifo(capacity - small_max, small_max)
+Policies = tuple[EvictionPolicy[int], EvictionPolicy[int]]
 
 
-@pytest.mark.parametrize("name", PolicyName)
+def lru(capacity: int) -> Policies:
+    return Lru(), NaiveLru()
+
+
+def s3_fifo(capacity: int, *, adapts: bool = True) -> Policies:
+    return S3Fifo(capacity, adapts=adapts), NaiveS3Fifo(capacity, adapts, int(capacity * SMALL_SHARE))
+
+
+@pytest.mark.parametrize("pair", [lru, s3_fifo, partial(s3_fifo, adapts=False)], ids=["lru", "s3-fifo", "fixed shares"])
 @given(
     capacity=st.integers(1, 12),
     steps=st.lists(st.tuples(st.sampled_from("ituue"), st.integers(0, 30), st.sets(st.integers(0, 30))), max_size=120),
 )
 def test_policy_chooses_what_its_oracle_chooses(
-    name: PolicyName, capacity: int, steps: list[tuple[str, int, set[int]]]
+    pair: Callable[[int], Policies], capacity: int, steps: list[tuple[str, int, set[int]]]
 ) -> None:
-    policy, oracle = pair(name, capacity)
+    policy, oracle = pair(capacity)
     here: set[int] = set()
     for action, key, pinned in steps:
         if action == "e" or (key not in here and len(here) == capacity):
