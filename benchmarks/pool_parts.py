@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
@@ -96,7 +96,7 @@ def measure_checksums(repeats: int) -> list[Row]:
 
 
 @contextmanager
-def small_pages() -> Iterator[None]:
+def small_pages() -> Generator[None]:
     """Let pools that are made here be in small pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0):

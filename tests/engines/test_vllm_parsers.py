@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib import import_module
 from typing import Any, Final
 
 import pytest
@@ -183,9 +184,7 @@ HARMONY_DIFFERENCES: Final = {
 
 def parsed_by_harmony(text: str) -> tuple[list[tuple[str, object]], str, str] | None:
     """Return calls, content and reasoning as OpenAI's own parser reads them, token by token; None: it refuses them."""
-    import openai_harmony
-
-    library: Any = openai_harmony
+    library: Any = import_module("openai_harmony")
     encoding = library.load_harmony_encoding(library.HarmonyEncodingName.HARMONY_GPT_OSS)
     role = None if text.startswith("<|start|>") else library.Role.ASSISTANT
     parser = library.StreamableParser(encoding, role, strict=False)

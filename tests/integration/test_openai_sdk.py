@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 import openai
 import pytest
@@ -153,15 +152,18 @@ async def test_streamed_completions_deviate_from_the_sdks_types_in_one_field_as_
     stage: Stage, client: openai.AsyncOpenAI
 ) -> None:
     """`finish_reason` is null before the last chunk, which OpenAI's server sends and the SDK's type forbids."""
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "hi", "stream": True, "logprobs": 1, "n": 2, "max_tokens": 99}
+
+    async def ask(client: openai.AsyncOpenAI) -> openai.AsyncStream[Completion]:
+        return await client.completions.create(model=MODEL, prompt="hi", stream=True, logprobs=1, n=2, max_tokens=99)
+
     with pytest.raises(openai.APIResponseValidationError) as refused:
-        async for _ in await client.completions.create(**asked, stream_options={"include_usage": True}):
+        async for _ in await ask(client):
             pass
     assert isinstance(refused.value.__cause__, ValidationError)
     assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {("choices", 0, "finish_reason")}
     texts = {0: "", 1: ""}
     async with connect(stage.base_url, strict=False) as loose:
-        async for chunk in await loose.completions.create(**asked):
+        async for chunk in await ask(loose):
             filled = chunk.model_dump(exclude_unset=True)
             for choice in filled["choices"]:
                 texts[choice["index"]] += choice["text"]
