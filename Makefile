@@ -198,8 +198,15 @@ test-native: environment
 	native/build/asan/baton_model --operations 20000
 	@$(call fuzz,native/fuzz/corpus)
 
-# $(1): an environment for GPUs; $(2): its locks. Every package is still offered and they go together; none is fetched.
-resolved = .venv/bin/uv pip install --quiet --dry-run --require-hashes --target .cache/resolved/$(1) $(foreach lock,$(2),-r requirements/$(lock).txt)
+# $(1): an engine. Its environment for GPUs is made, and Baton imported in it as in a worker, as far as that needs no
+# driver. It takes many GB, so it is removed, unless it was there before or KEEP is set.
+KEEP =
+define installed
+	@folder=.venv-$(1)-cuda; was=$$(ls -d $$folder 2>/dev/null); ended=0; \
+	  PIP_NO_CACHE_DIR=1 $(MAKE) environment-$(1)-cuda \
+	    && $$folder/bin/python -c 'import baton.engines.$(1).engine, baton.connectors.$(1)' && du -sh $$folder || ended=1; \
+	  test -n "$$was$(KEEP)" || rm -rf $$folder; exit $$ended
+endef
 
 # A part that fails leaves the others to run.
 test-nightly:
@@ -208,11 +215,10 @@ test-nightly:
 	  echo "baton: test-nightly-$$part: $$(($$(date +%s) - began)) s"; \
 	done; test -z "$$failed" || { echo "baton: failed:$$failed" >&2; exit 1; }
 
-# The environments for GPUs.
-test-nightly-locks: environment
-	@$(ENVIRONMENT) .venv core test lint
-	$(call resolved,vllm-cuda,vllm-cuda core)
-	$(call resolved,sglang-cuda,sglang-cuda)
+# The environments for GPUs, one after the other.
+test-nightly-locks:
+	$(call installed,vllm)
+	$(call installed,sglang)
 
 test-nightly-native: test-native
 	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
