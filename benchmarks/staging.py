@@ -5,14 +5,19 @@ Beside them come, in turn: nothing; requests whose prompts prefill has computed 
 pulled and copied to decode's cache, and one token is computed; the same requests again, whose prompts are cached by
 then, so that one token is computed and nothing is copied. Compared are the two streams' token intervals.
 
-    --device cuda    on an NVIDIA GPU, which both engines share; part of `make test-gpu`
+After that, without streams: the time from prefill's end to decode's first token.
+
+    --device cuda    on an NVIDIA GPU, which both engines share; part of `make test-gpu`. There the figures have goals,
+                     and it ends with status 1 where one is missed
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -24,8 +29,9 @@ from typing import Final, Literal
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import Leg
 from baton.messages.workers import Role
-from benchmarks.report import Row, report
-from benchmarks.vllm_pair import VllmPair, running_pair
+from benchmarks.overlap import hand_off
+from benchmarks.report import RESULTS, Row, report
+from benchmarks.vllm_pair import STEP_TOKENS, VllmPair, running_pair
 
 Window = Literal["staging", "alone", "cached"]
 Device = Literal["cpu", "cuda"]
@@ -36,6 +42,11 @@ PROMPTS: Final = 4
 PROMPT_TOKENS: Final = 1500
 ALONE_S: Final = 0.3
 PAUSE_S: Final = 0.1
+HAND_OFFS: Final = 9
+INTERVAL_GOAL: Final = 1.05
+"""Token interval beside staging, as a multiple of the interval alone."""
+AFTER_PREFILL_GOAL_MS: Final = 5.0
+"""Time from prefill's end to decode's first token, beyond what copies and transfer of the last chunk take."""
 ORDERS: Final[tuple[tuple[Window, ...], ...]] = (("alone", "staging", "cached"), ("staging", "cached", "alone"))
 """Orders of the windows, in turn, so that a drift of the machine affects all alike."""
 OPTIONS: Final[dict[Device, dict[str, object]]] = {
@@ -59,13 +70,13 @@ class Bench:
         self.pair = pair
         self._numbers = 0
 
-    def _number(self) -> int:
+    def number(self) -> int:
         self._numbers += 1
         return self._numbers
 
     async def round(self, order: Sequence[Window]) -> dict[Window, float]:
         """Return the mean token interval of the streams in each window, in seconds."""
-        numbers = [self._number() for _ in range(PROMPTS)]
+        numbers = [self.number() for _ in range(PROMPTS)]
         async with self._streams() as steps:
             for number in numbers:
                 await self._run(Role.PREFILL, Leg.PREFILL, number, f"staged-{number}")
@@ -110,7 +121,7 @@ class Bench:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, steps: list[Step], streaming: asyncio.Event) -> None:
-        number = self._number()
+        number = self.number()
         last_s = 0.0
         async for delta in self.pair.generate(
             Role.DECODE,
@@ -133,13 +144,30 @@ def _interval_s(steps: list[Step], began_s: float, ended_s: float) -> float:
     return sum(step.ended_s - step.began_s for step in inside) / sum(step.tokens for step in inside)
 
 
+def goal_ms(chunk_bytes: float, gb_per_s: Sequence[float]) -> float:
+    """Return the goal for the time from prefill's end to decode's first token.
+
+    `chunk_bytes`: KV of prefill's last chunk, which takes its ways one after the other, at these speeds.
+    """
+    return AFTER_PREFILL_GOAL_MS + sum(chunk_bytes / speed / 1e6 for speed in gb_per_s)
+
+
+def copy_speeds() -> list[float]:
+    """Return the speeds of copies from the GPU and to it, in GB/s, which `baton_native.bench_cuda` has measured."""
+    figures = json.loads((RESULTS / "gpu.json").read_text())["figures"]
+    speeds = {figure["what"]: float(figure["gb_per_s"]) for figure in figures}
+    return [speeds[f"{way}, 16 KiB pieces"] for way in ("GPU to host", "host to GPU")]
+
+
 async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
     async with running_pair(model, kv_path="staged", **OPTIONS[device]) as pair:
         bench = Bench(pair)
         await bench.round(ORDERS[0])
         done = [await bench.round(ORDERS[number % 2]) for number in range(rounds)]
+        handed = [await hand_off(pair, bench.number()) for _ in range(HAND_OFFS)]
+        (moved,) = pair.engines[Role.DECODE].transfers().pulls.done.values()
     median_ms = {window: statistics.median(each[window] for each in done) * 1e3 for window in done[0]}
-    return [
+    rows = [
         Row.against(
             "token interval beside staged hand-offs",
             "ms",
@@ -149,6 +177,22 @@ async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
         ),
         Row.against("the same, beside cached prompts", "ms", median_ms["cached"], alone=median_ms["alone"]),
     ]
+    after_ms = statistics.median(each.after_prefill_s for each in handed) * 1e3
+    goals: dict[str, float] = {}
+    if device == "cuda":
+        token_bytes = moved.moved_bytes / moved.pulls / (PROMPT_TOKENS - 1)
+        chunk_bytes = token_bytes * (PROMPT_TOKENS % STEP_TOKENS)
+        goals = {"goal": goal_ms(chunk_bytes, [*copy_speeds(), moved.moved_bytes / moved.moving_s / 1e9])}
+    return [*rows, Row.against("prefill's end to decode's first token", "ms", after_ms, **goals)]
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Print whether each goal is met; return the figures that miss theirs."""
+    interval, _, after = rows
+    found = ((interval, interval.peers["alone"] * INTERVAL_GOAL), (after, after.peers["goal"]))
+    for row, goal in found:
+        print(f"{row.name}: goal {goal:.4g} {row.unit}: {'met' if row.ours <= goal else 'missed'}")
+    return [row.name for row, goal in found if row.ours > goal]
 
 
 def main() -> None:
@@ -162,6 +206,8 @@ def main() -> None:
     prompts = f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens at a time, {STREAMS} streams"
     notes = f"{prompts}, medians of {arguments.rounds} rounds; device: {arguments.device}"
     report("staging" if arguments.device == "cpu" else "staging_gpu", rows, notes=notes)
+    if arguments.device == "cuda" and (late := missed(rows)):
+        sys.exit(f"goals missed: {', '.join(late)}")
 
 
 if __name__ == "__main__":

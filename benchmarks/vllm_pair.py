@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.vllm.engine import VllmEngine
@@ -14,11 +15,12 @@ from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
+STEP_TOKENS: Final = 512
 OPTIONS: dict[str, object] = {
     "dtype": "float32",
     "max_model_len": 4096,
     "max_num_seqs": 16,
-    "max_num_batched_tokens": 512,
+    "max_num_batched_tokens": STEP_TOKENS,
     "num_gpu_blocks_override": 400,
 }
 BUDGET_S = 120.0

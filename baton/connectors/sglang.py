@@ -202,10 +202,11 @@ class BatonScheduler(Scheduler):
         return host_copies() if device is None else cuda_copies(device)
 
     def _stream(self) -> int | None:
-        """Return the CUDA stream in which the model runs; None on a CPU, whose writes have ended."""
-        if self.device != "cuda":
-            return None
-        return (self.forward_stream if self.enable_overlap else self.schedule_stream).cuda_stream
+        """Return the CUDA stream in which the model runs; None on a CPU, whose writes have ended.
+
+        Without SGLang's overlapped schedule, which Baton switches off, that is the scheduler's own.
+        """
+        return self.schedule_stream.cuda_stream if self.device == "cuda" else None
 
     def _staging_slots(self, setup: Setup) -> int:
         if setup.staging_tokens is None:

@@ -57,17 +57,19 @@ class KvPool:
     """Slots in shared memory for the blocks of `cache`, the engine's own KV cache."""
 
     def __init__(self, cache: Pool, budget_bytes: int, *, spare: int = 0) -> None:
-        """Reserve the memory, and `spare` cells in addition; without a budget these are all.
+        """Reserve the memory. The budget holds `spare` cells beside the slots; without a budget these are all.
 
-        Raises ConfigurationError if there is none, or if the budget is less than one slot.
+        Raises ConfigurationError if there is none, or if the budget holds no slot.
         """
         tensors = len(cache.layer_addresses)
         stride_bytes = slot_bytes(tensors, cache.block_bytes)
-        self.slots = budget_bytes // stride_bytes
+        self.slots = budget_bytes // stride_bytes - spare if budget_bytes else 0
         size = (self.slots + spare) * stride_bytes
         if self.slots < 1 and (budget_bytes or not spare):
+            beside = f" beside {spare} that stage hand-offs" if spare else ""
             raise ConfigurationError(
-                f"a KV pool of {budget_bytes} bytes is smaller than one block of {stride_bytes}", param="kv_pool_bytes"
+                f"a KV pool of {budget_bytes} bytes holds no block of {stride_bytes} bytes{beside}",
+                param="kv_pool_bytes",
             )
         # Linux reserves shared memory page by page, and ends processes when none is left.
         if (available := available_bytes()) < size:

@@ -89,7 +89,10 @@ class StagedAgent:
         self._thread = threading.Thread(target=self._run, name="baton-staging", daemon=True)
 
     def set_pool(self, pool: Pool) -> None:
-        """Reserve the slots. Raises ConfigurationError if there is no memory for them."""
+        """Reserve the slots. Raises ConfigurationError if there is no memory for them, or it cannot be pinned.
+
+        If that is so only with the KV pool, there is none.
+        """
         if self._thread.ident is not None:
             raise ValueError("the pool is set already")
         tensors = len(pool.layer_addresses)
@@ -101,7 +104,6 @@ class StagedAgent:
         region = self.memory.pool.region
         assert region is not None
         cells = self.memory.cells
-        self._copies.register(region.address, region.bytes)
         self._block_copies = BlockCopies(self._copies, pool, self.memory.pool)
         queue: SlotQueue[Flow] = SlotQueue(cells)
         self._staging = Staging(pool, layers, queue, self._block_copies, self._tell)
@@ -121,10 +123,24 @@ class StagedAgent:
     def _reserve(self, cache: Pool) -> KvPool:
         if self._pool_bytes:
             try:
-                return KvPool(cache, self._pool_bytes, spare=self.slots)
+                return self._pinned(KvPool(cache, self._pool_bytes, spare=self.slots))
             except ConfigurationError as refusal:
                 _log.warning("this engine runs without a KV pool: %s", refusal)
-        return KvPool(cache, 0, spare=self.slots)
+        return self._pinned(KvPool(cache, 0, spare=self.slots))
+
+    def _pinned(self, memory: KvPool) -> KvPool:
+        region = memory.pool.region
+        assert region is not None
+        try:
+            self._copies.register(region.address, region.bytes)
+        except TransferFailed as failure:
+            # A device's copies of memory that is not pinned would stop the engine until they end.
+            raise ConfigurationError(
+                f"{region.bytes} bytes of host memory, through which KV is staged, cannot be pinned: {failure.detail} "
+                "(kv_staging_tokens takes less; kv_path=direct or handoff=false takes none)",
+                param="kv_staging_tokens",
+            ) from failure
+        return memory
 
     def fileno(self) -> int:
         return self._readable

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 EngineName = Literal["vllm", "sglang"]
+Device = Literal["cpu", "cuda"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -39,18 +40,20 @@ def engine_options(
     return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens, _RANKS_OPTION[engine]: ranks}
 
 
-def engine_environ(engine: EngineName) -> dict[str, str]:
+def engine_environ(engine: EngineName, device: Device = "cpu") -> dict[str, str]:
     """Return the environment of an engine; it stops SGLang from importing every model it knows."""
     if engine != "sglang":
         return dict(os.environ)
-    models = Path(str(engine_python(engine))).parents[1].glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
+    environment = Path(str(engine_python(engine, device))).parents[1]
+    models = environment.glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
     unused = (path.stem for path in models if path.stem not in _MODELS)
     return {**os.environ, "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)}
 
 
-def engine_python(engine: EngineName) -> str | None:
+def engine_python(engine: EngineName, device: Device = "cpu") -> str | None:
     """Return the Python that has an engine: this one or the engine's own; None if the engine is not installed."""
-    for folder in (Path(sys.prefix), ROOT / f".venv-{engine}"):
+    own = f".venv-{engine}" if device == "cpu" else f".venv-{engine}-cuda"
+    for folder in (Path(sys.prefix), ROOT / own):
         if list(folder.glob(f"lib/python3.*/site-packages/{engine}")):
             return str(folder / "bin" / "python")
     return None

@@ -279,13 +279,18 @@ def test_the_gpu_check_finds_all_right(fake_gpu: FakeGpu, tmp_path: Path) -> Non
     assert {"cuda-ipc, checksum", "cuda-put, checksum", "whole blocks", "host to GPU, 64 KiB pieces"} <= {
         figure["what"] for figure in json.loads(out.read_text())["figures"]
     }
-    fake_gpu.set(corrupt=4)
+    # In the stand-in every batch then takes 10 ms, and cudaMemcpy no time.
+    fake_gpu.set(delay_ms=10)
+    slow = subprocess.run([*run, "--goals"], check=False, capture_output=True, text=True)
+    assert slow.returncode == 1 and "goals missed: GPU to host, 64 KiB pieces, GPU to host, 1024 KiB" in slow.stderr
+    assert "16 KiB" not in slow.stderr
+    fake_gpu.set(delay_ms=0, corrupt=4)
     broken = subprocess.run(run, check=False, capture_output=True, text=True)
     assert broken.returncode == 1 and "otherwise than the host" in broken.stderr
     fake_gpu.set(no_driver=1)
-    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == (
-        "nothing was measured: there is no NVIDIA driver here\n"
-    )
+    for goals, status in (([], 0), (["--goals"], 1)):
+        idle = subprocess.run([*run, *goals], check=False, capture_output=True, text=True)
+        assert (idle.returncode, idle.stdout) == (status, "nothing was measured: there is no NVIDIA driver here\n")
 
 
 # ---------------------------------------------------------------- what it costs

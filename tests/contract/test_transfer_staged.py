@@ -22,7 +22,7 @@ from transfer_rig import (
     wait_until,
 )
 
-from baton.errors import TransferFailed
+from baton.errors import ConfigurationError, TransferFailed
 from baton.pool.copier import CopyEnd, CopyJob
 from baton.pool.memory import slot_bytes
 from baton.pool.staging import StagedAgent
@@ -41,14 +41,17 @@ def gpu(fake_gpu: FakeGpu) -> Iterator[FakeGpu]:
     fake_gpu.set(hold_copies=0)
 
 
+def staged_agent(gpu: FakeGpu) -> StagedAgent:
+    size = (SLOTS + POOL_SLOTS) * slot_bytes(LAYERS, BLOCK_BYTES)
+    return StagedAgent(NativeAgent(OPTIONS), cuda_copies(0, library=gpu.library), SLOTS, pool_bytes=size)
+
+
 @pytest.fixture
 def make_staged(gpu: FakeGpu) -> Iterator[MakeStaged]:
     nodes: list[Node] = []
 
     def make() -> Node:
-        copies, pool_bytes = cuda_copies(0, library=gpu.library), POOL_SLOTS * slot_bytes(LAYERS, BLOCK_BYTES)
-        agent = StagedAgent(NativeAgent(OPTIONS), copies, SLOTS, pool_bytes=pool_bytes)
-        nodes.append(Node(agent, gpu_library=gpu.library))
+        nodes.append(Node(staged_agent(gpu), gpu_library=gpu.library))
         return nodes[-1]
 
     yield make
@@ -140,6 +143,34 @@ def test_a_pull_that_waits_for_slots_ends_in_time(host_node: Node, direct: Node,
     assert (ended.kind, ended.cause) == (EventKind.PULL_FAILED, Cause(end))
     host_node.agent.cancel_pull(KEY)
     host_node.wait_end(KEY)
+
+
+def test_slots_for_staging_are_part_of_the_pools_size(make_staged: MakeStaged) -> None:
+    memory = agent_of(make_staged()).memory
+    assert (memory.slots, memory.cells.spare) == (POOL_SLOTS, SLOTS)
+    assert memory.pool.region is not None
+    assert memory.pool.region.bytes == (POOL_SLOTS + SLOTS) * slot_bytes(LAYERS, BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(("unpinned", "slots"), [(1, 0), (0, POOL_SLOTS)])
+def test_without_pinned_memory_for_the_pool_there_is_staging_only(
+    make_staged: MakeStaged, direct: Node, gpu: FakeGpu, unpinned: int, slots: int
+) -> None:
+    gpu.set(no_pin=unpinned)
+    source = make_staged()
+    assert agent_of(source).memory.slots == slots
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(direct, source)
+    assert direct.wait_end(KEY).kind is EventKind.PULL_DONE
+
+
+def test_memory_that_cannot_be_pinned_stops_the_start_by_name(gpu: FakeGpu) -> None:
+    gpu.set(no_pin=2)
+    agent = staged_agent(gpu)
+    with pytest.raises(ConfigurationError, match="through which KV is staged, cannot be pinned") as refusal:
+        Node(agent)
+    assert refusal.value.param == "kv_staging_tokens"
+    agent.close()
 
 
 def test_a_lease_longer_than_the_slots_is_refused(make_staged: MakeStaged) -> None:

@@ -41,6 +41,11 @@ KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
     ("vllm", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
     ("sglang", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
     ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
+    ("vllm", "scaled"): {"kv_cache_dtype": "fp8"},
+    ("vllm", "scaledotherwise"): {"kv_cache_dtype": "fp8"},
+    ("vllm", "stagedfp8"): {"kv_path": "staged", "kv_cache_dtype": "fp8"},
+    ("vllm", "stageddeepseek"): {"kv_path": "staged", "num_gpu_blocks_override": 512},
+    ("sglang", "stageddeepseek"): {"kv_path": "staged"},
     ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
     ("vllm", "lfm2"): {"load_format": "dummy"},
     ("sglang", "lfm2"): {"load_format": "dummy"},
@@ -114,8 +119,10 @@ class Engines:
         assert parts is not None, name
         engine, kind, block_tokens, ranks = parts.groups()
         assert engine in ("vllm", "sglang")
-        model = self._folder / ("qwen3" if kind in (None, "bfloat16", "fp8", "staged") else kind)
-        make_model(model, kind or "")
+        # What is staged is of the kind that follows the word.
+        of_model = (kind or "").removeprefix("staged")
+        model = self._folder / ("qwen3" if of_model in ("", "bfloat16", "fp8") else of_model)
+        make_model(model, of_model)
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")

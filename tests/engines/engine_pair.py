@@ -13,6 +13,8 @@ from typing import Any, Final
 import pytest
 from engine_process import Answer, EngineProcess, until
 
+from benchmarks.remote_engine.settings import EngineName
+
 LEASE_TTL_S: Final = 4.0
 NUMBERS: Final = itertools.count()
 """Counter of requests, global because an engine may belong to several pairs."""
@@ -25,6 +27,14 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 200,
     "connector": "gated:GatedConnector",
+}
+
+SGLANG_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "context_length": 4096,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 512,
+    "max_total_tokens": 200 * 32,
 }
 
 AGENT: dict[str, Any] = {
@@ -91,24 +101,36 @@ class Pair:
             (self.prefill.gate / name).unlink(missing_ok=True)
 
 
+def start_engine(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, role: str, name: EngineName = "vllm", **options: Any
+) -> EngineProcess:
+    own = (OPTIONS if name == "vllm" else SGLANG_OPTIONS) | options
+    settings = {"engine": name, "model": str(model), "role": role, "options": own, "agent": AGENT}
+    engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
+    try:
+        engine.wait_started()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
 @contextmanager
 def started_pair(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
     *,
+    engines: tuple[EngineName, EngineName] = ("vllm", "vllm"),
     of_role: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     **options: Any,
 ) -> Generator[Pair]:
-    """Start a pair. `of_role`: further options of one of the two."""
+    """Start a pair. `engines`: prefill's and decode's; `of_role`: further options of one of the two."""
     started: list[EngineProcess] = []
     try:
         # One after another: an engine loads on one core, and the other has other tests.
-        for role in ("prefill", "decode"):
-            own = OPTIONS | options | dict(of_role.get(role, {}))
-            settings = {"model": str(model), "role": role, "options": own, "agent": AGENT}
-            engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
-            started.append(engine)
-            engine.wait_started()
+        for role, name in zip(("prefill", "decode"), engines, strict=True):
+            own = options | dict(of_role.get(role, {}))
+            started.append(start_engine(model, tmp_path_factory, role, name, **own))
         prefill, decode = started
         yield Pair(prefill, decode)
     finally:

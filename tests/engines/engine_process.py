@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.remote_engine.engine import DRIVER
+from benchmarks.remote_engine.settings import Device, EngineName, engine_environ, engine_python
 from tests.harness.limits import FREED_S, HANG_S, START_S
 
 
@@ -63,15 +65,21 @@ class Answer:
 
 
 class EngineProcess:
-    def __init__(self, settings: dict[str, Any], gate: Path, python: str = sys.executable) -> None:
+    def __init__(self, settings: dict[str, Any], gate: Path) -> None:
+        """`settings`: see the driver. An engine that this Python does not have runs in its own environment."""
         self.gate = gate
+        engine: EngineName = settings.get("engine", "vllm")
+        device: Device = settings["options"].get("device", "cpu")
+        python = engine_python(engine, device)
+        if python is None:
+            pytest.skip(f"there is no environment with {engine} for {device}: `make help` lists those that make it")
         # For the connector of these tests.
         path = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
         self._process = subprocess.Popen(
             [python, str(DRIVER), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"BATON_TEST_GATE": str(gate), "PYTHONPATH": os.pathsep.join(path)},
+            env=engine_environ(engine, device) | {"BATON_TEST_GATE": str(gate), "PYTHONPATH": os.pathsep.join(path)},
             text=True,
         )
         self._numbers = itertools.count(1)
@@ -89,7 +97,7 @@ class EngineProcess:
 
     def pids(self) -> list[int]:
         """Return the processes of the engine: its scheduler and its ranks, without the driver."""
-        cores = [child for child in _children(self.pid) if _name(child).startswith("VLLM::Engine")]
+        cores = [child for child in _children(self.pid) if _name(child).startswith(("VLLM::Engine", "sglang::sched"))]
         return [*cores, *(rank for core in cores for rank in _children(core) if _name(rank).startswith("VLLM::Work"))]
 
     def worker_pids(self) -> list[int]:

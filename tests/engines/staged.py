@@ -1,91 +1,52 @@
-"""A connector that stages over the stand-in for GPUs: the tensors of vLLM on a CPU are the device's memory.
-
-Its copies read and write when they end, and are refused where they do not come after the stream that wrote last (see
-native/tests/fabric/fake_copies.h). `$BATON_TEST_GATE/fault` plants one fault in the copies:
-
-    to_host, to_device    batches of this direction are announced as ended when they are submitted
-    unordered             batches come after no stream
-"""
+"""A connector of vLLM that stages over the stand-in for GPUs, see `stand_in`."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import select
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gated import GatedConnector
+from stand_in import STREAM, StandIn
 
-from baton.transfer.device import Copy, CopyEnded, CopyEngine, cuda_copies
-
-STREAM: Final = 7
-
-
-class FaultyCopies:
-    """The copies of another engine, and a fault."""
-
-    def __init__(self, copies: CopyEngine, gate: Path) -> None:
-        self._copies = copies
-        self._fault = gate / "fault"
-        self._hosts: list[range] = []
-        self._announced: dict[int, bool] = {}
-        """Tickets that were announced too early, and whether that was told."""
-        self._early = os.eventfd(0, os.EFD_NONBLOCK)
-        self._news = select.epoll()
-        for descriptor in (self._early, copies.fileno()):
-            self._news.register(descriptor, select.EPOLLIN)
-
-    def fileno(self) -> int:
-        return self._news.fileno()
-
-    def register(self, address: int, size: int) -> None:
-        self._copies.register(address, size)
-        self._hosts.append(range(address, address + size))
-
-    def unregister(self, address: int) -> None:
-        self._copies.unregister(address)
-
-    def submit(self, copies: Sequence[Copy], *, after: int | None) -> int:
-        fault = self._fault.read_text() if self._fault.exists() else ""
-        ticket = self._copies.submit(copies, after=None if fault == "unordered" else after)
-        if fault == ("to_host" if any(copies[0].to in host for host in self._hosts) else "to_device"):
-            self._announced[ticket] = False
-            os.eventfd_write(self._early, 1)
-        return ticket
-
-    def poll(self) -> list[CopyEnded]:
-        ended = [end for end in self._copies.poll() if self._announced.pop(end.ticket, None) is None]
-        for ticket, told in self._announced.items():
-            if not told:
-                ended.append(CopyEnded(ticket))
-                self._announced[ticket] = True
-        if select.select([self._early], [], [], 0)[0]:
-            os.eventfd_read(self._early)
-        return ended
-
-    def wait(self, ticket: int, *, timeout_s: float) -> bool:
-        return self._copies.wait(ticket, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self._copies.close()
+from baton.transfer.device import CopyEngine
 
 
 class StagedConnector(GatedConnector):
-    """Use with kv_path=staged."""
+    """Use with kv_path=staged. Its cache counts as a device's while a mode is set."""
+
+    _stand_in: StandIn
 
     def make_copies(self) -> CopyEngine:
-        gate = os.environ["BATON_TEST_GATE"]
-        os.environ["FAKE_GPU_DIR"] = gate
-        library = os.environ["BATON_TEST_GPU"]
-        self._wrote: Any = ctypes.CDLL(library).fake_gpu_write
-        self._wrote.argtypes, self._wrote.restype = [ctypes.c_uint64] * 4, None
-        return FaultyCopies(cuda_copies(0, library=library), Path(gate))
+        self._stand_in = StandIn()
+        return self._stand_in.copies
 
     def stream(self) -> int | None:
         return STREAM
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        mode = self._stand_in.mode
+        self._device = 0 if mode else None
+        super().bind_connector_metadata(connector_metadata)
+        names = list(self._layers)
+        if mode:
+            self._hook(*{"queued": names[:1], "captured": names}.get(mode, ()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        super().wait_for_layer_load(layer_name)
+        # vLLM writes a layer's KV before it calls this for the layer; the next one's it cannot have computed yet.
+        if self._stand_in.mode == "queued":
+            layer = self._layers[layer_name]
+            self._hook(*list(self._layers)[layer + 1 : layer + 2])
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: object) -> None:
-        self._wrote(STREAM, kv_layer.data_ptr(), 0, kv_layer.nbytes)
-        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        self._stand_in.wrote(kv_layer)
+        if not self._stand_in.mode:
+            super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def _hook(self, *names: str) -> None:
+        assert self._rank is not None
+        of_layer = {layer: name for name, layer in self._layers.items()}
+        self._stand_in.hook(
+            [self._layers[name] for name in names],
+            lambda layer: super(StagedConnector, self).save_kv_layer(of_layer[layer], None, None),  # pyright: ignore
+            self._rank.layer_saved,
+        )

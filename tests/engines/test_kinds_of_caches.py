@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from cross_engines import Engines, check_answers, engines_fixture, make_pair
 
-from baton.errors import ConfigurationError
+from baton.engines.engine import Leg
+from baton.errors import ConfigurationError, ModelMismatch
+from tests.contract.engine_suite import collect
 
 HANDED_OFF = (
     # Latent rows (MLA), with experts; on every rank the same.
@@ -20,6 +24,12 @@ HANDED_OFF = (
     "sglang-gemma3-1-to-vllm-gemma3-32",
     # Eight bits.
     "vllm-fp8-32-to-vllm-fp8-64",
+    "vllm-scaled-32-to-vllm-scaled-64",
+    # The same, through slots of host memory.
+    "sglang-stageddeepseek-32-to-sglang-stageddeepseek-1",
+    "vllm-stageddeepseek-32-to-sglang-stageddeepseek-1",
+    "sglang-stageddeepseek-1-to-vllm-stageddeepseek-32",
+    "vllm-stagedfp8-32-to-vllm-stagedfp8-64",
 )
 REFUSED = {
     "vllm-llamawindowsonly-32": "vLLM keeps this model's KV by SlidingWindowSpec",
@@ -41,6 +51,19 @@ async def test_answers_are_the_decode_engines_own_token_for_token(engines: Engin
     pair = await make_pair(engines, *names.split("-to-"))
     await check_answers(pair, at_once=False)
     await check_answers(pair, at_once=True)
+
+
+async def test_kv_of_other_scales_never_makes_a_token(engines: Engines) -> None:
+    """Weights are equal but for the scales, and so is the type of KV: the refusal names what its bits stand for."""
+    pair = await make_pair(engines, "vllm-scaled-32", "vllm-scaledotherwise-64")
+    prefill = pair.request(pair.prompt(200), leg=Leg.PREFILL)
+    await collect(pair.prefill, prefill)
+    with pytest.raises(ModelMismatch) as refusal:
+        await collect(pair.decode, pair.request(prefill.tokens, leg=Leg.DECODE, name=prefill.request))
+    scales = re.findall(r"scales=(\S+)", refusal.value.detail)
+    assert len(set(scales)) == 2 and "none" not in scales
+    await pair.prefill.abort(prefill.request, prefill.attempt)
+    await pair.settled()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,7 +17,9 @@ pytestmark = [
 
 async def test_it_measures_streams_beside_hand_offs_that_are_staged(tiny_model: Path) -> None:
     """It fails by itself where the prompts beside the streams were not pulled, or not cached."""
-    staged, cached = await measure(tiny_model, rounds=2, device="cpu")
+    staged, cached, after = await measure(tiny_model, rounds=2, device="cpu")
     assert staged.peers["cached"] == cached.ours > 0
     assert staged.peers["alone"] == cached.peers["alone"] > 0
     assert staged.ours > 0
+    assert after.ours > 0
+    assert not after.peers, "on a CPU there is no goal"

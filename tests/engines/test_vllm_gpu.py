@@ -1,37 +1,82 @@
-"""Two vLLM engines on one GPU, prefill to decode, staged through host memory: `make test-gpu` runs it.
+"""Two engines on one GPU, prefill to decode, staged through host memory: `make test-gpu` runs it.
 
-Nightly the same tests run on a CPU, whose copies a thread makes.
+Nightly the same tests run with vLLM on a CPU, whose copies a thread makes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from baton_native import DeviceMemory, GpuUnavailable
-from engine_pair import Pair, check_several_at_once, prompt, started_pair
-from engine_process import EngineError, until
+from cross_engines import nightly
+from engine_pair import Pair, check_several_at_once, prompt, start_engine
+from engine_process import EngineError, EngineProcess, until
+
+STAGED: dict[str, Any] = {"kv_path": "staged", "kv_pool_bytes": 512 << 20}
+# A share of the GPU's memory for three at a time; the caches themselves are of a fixed size.
+VLLM = STAGED | {"connector": "baton.connectors.vllm:BatonConnector", "device": "cuda", "gpu_memory_utilization": 0.12}
 
 
-@pytest.fixture(scope="module", params=["eager", "graphs", pytest.param("cpu", marks=pytest.mark.nightly)])
-def pair(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    options: dict[str, Any] = {
-        "connector": "baton.connectors.vllm:BatonConnector",
-        "kv_path": "staged",
-        "kv_pool_bytes": 256 << 20,
-    }
-    if request.param != "cpu":
+def graphs(mode: str) -> dict[str, Any]:
+    """Return options with which all steps are replayed: prefill's have up to 512 tokens."""
+    return {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 8, 64, 512]}}
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "vllm eager": VLLM | {"enforce_eager": True},
+    "vllm piecewise": VLLM | graphs("PIECEWISE"),
+    "vllm full": VLLM | graphs("FULL"),
+    # In float32, as needed for equal tokens; its default is for 16 bits. The share includes what others use.
+    "sglang triton": STAGED | {"device": "cuda", "attention_backend": "triton", "mem_fraction_static": 0.8},
+    "vllm cpu": STAGED | {"connector": "baton.connectors.vllm:BatonConnector"},
+    "vllm cpu too": STAGED | {"connector": "baton.connectors.vllm:BatonConnector"},
+}
+"""Options by name. Each engine serves either leg."""
+ON_CPU = "vllm cpu to vllm cpu too"
+PAIRS = (
+    "vllm eager to vllm full",
+    "vllm piecewise to vllm full",
+    "vllm full to vllm eager",
+    "sglang triton to vllm full",
+    "vllm full to sglang triton",
+)
+RUNNING_MAX = 3
+
+
+@pytest.fixture(scope="module")
+def get(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], EngineProcess]]:
+    """Provide a function that returns an engine by name. At first use it starts it; the one used longest ago ends."""
+    running: dict[str, EngineProcess] = {}
+
+    def get(name: str) -> EngineProcess:
+        engine = running.pop(name, None)
+        if engine is None:
+            while len(running) >= RUNNING_MAX:
+                running.pop(next(iter(running))).close()
+            kind = "sglang" if name.startswith("sglang") else "vllm"
+            engine = start_engine(tiny_model, tmp_path_factory, "decode", kind, **ENGINES[name])
+        running[name] = engine
+        return engine
+
+    yield get
+    for engine in running.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=[*PAIRS, nightly(ON_CPU)])
+def pair(request: pytest.FixtureRequest, get: Callable[[str], EngineProcess]) -> Pair:
+    if request.param != ON_CPU:
         try:
             DeviceMemory(1)
         except GpuUnavailable as error:
             pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
-        options |= {"device": "cuda", "enforce_eager": request.param == "eager", "gpu_memory_utilization": 0.2}
-    with started_pair(tiny_model, tmp_path_factory, **options) as pair:
-        yield pair
+    prefill, decode = request.param.split(" to ")
+    return Pair(get(prefill), get(decode))
 
 
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
@@ -49,6 +94,7 @@ def test_several_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.ends_engines
+@pytest.mark.parametrize("pair", ["vllm full to vllm eager", nightly(ON_CPU)], indirect=True, scope="module")
 def test_prefill_that_is_killed_in_the_middle_of_a_transfer(pair: Pair) -> None:
     """Decode is rid of the pull and its slots, and serves on."""
     ids, name = prompt(1500, seed=9), pair.name()

@@ -1,4 +1,7 @@
-"""Hand-offs of real vLLM staged through host memory, over the stand-in for GPUs: tokens equal one engine's."""
+"""Hand-offs of real engines staged through host memory, over the stand-in for GPUs: tokens equal one engine's.
+
+`make test` runs two engines of vLLM; pairs with SGLang are for the night.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cross_engines import nightly
 from engine_pair import Pair, prompt, started_pair
 from engine_process import Answer, EngineError, EngineProcess, until
 
+from benchmarks.remote_engine.settings import EngineName
 from tests.contract.fake_library import FakeGpu
 
 CONTEXT_TOKENS = 1984
 LONG_TOKENS = 1500
 """47 of the engine's 64 blocks: a second prompt takes those of the first."""
-STAGED: dict[str, Any] = {"connector": "staged:StagedConnector", "kv_path": "staged"}
 BLOCK_TOKENS, LAYERS = 32, 4
 SLOT_BYTES = LAYERS * BLOCK_TOKENS * 2 * 2 * 64 * 4
 """K and V, two heads of 64 numbers, four bytes each."""
-SMALL: dict[str, Any] = {
-    "num_gpu_blocks_override": 64,
-    "max_model_len": CONTEXT_TOKENS,
+STAGED: dict[str, Any] = {
+    "kv_path": "staged",
     "kv_staging_tokens": 2 * CONTEXT_TOKENS,
-    "kv_pool_bytes": 128 * SLOT_BYTES,
+    "kv_pool_bytes": (64 + 128) * SLOT_BYTES,
 }
+SMALL: dict[EngineName, dict[str, Any]] = {
+    "vllm": {
+        "connector": "staged:StagedConnector",
+        "num_gpu_blocks_override": 64,
+        "max_model_len": CONTEXT_TOKENS,
+    },
+    "sglang": {
+        "connector": "staged_sglang:StagedScheduler",
+        "max_total_tokens": 64 * BLOCK_TOKENS,
+        "context_length": CONTEXT_TOKENS,
+    },
+}
+VLLM_ONLY = pytest.mark.parametrize("engines", ["vllm to vllm"], indirect=True, scope="module")
 
 
 class Gpu(FakeGpu):
@@ -33,10 +49,14 @@ class Gpu(FakeGpu):
 
     def __init__(self, engine: EngineProcess) -> None:
         super().__init__(engine.gate, here=False)
-        self._fault = engine.gate / "fault"
+        self._fault, self._mode = engine.gate / "fault", engine.gate / "mode"
 
     def plant(self, fault: str) -> None:
         self._fault.write_text(fault)
+
+    def call_hooks(self, mode: str) -> None:
+        """Have the engine's hook for a layer called as on a GPU, see `stand_in`."""
+        self._mode.write_text(mode)
 
     def copied(self, engine: EngineProcess) -> int:
         """Return how many copies have ended in an engine's process."""
@@ -44,14 +64,22 @@ class Gpu(FakeGpu):
         return self.counts(pid)["copies"]
 
     def heal(self) -> None:
-        self._fault.unlink(missing_ok=True)
+        for file in (self._fault, self._mode):
+            file.unlink(missing_ok=True)
         self.reset()
 
 
-@pytest.fixture(scope="module")
-def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(
+    scope="module",
+    params=["vllm to vllm", nightly("sglang to sglang"), nightly("vllm to sglang"), nightly("sglang to vllm")],
+)
+def engines(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     os.environ["BATON_TEST_GPU"] = FakeGpu.compiled()
-    with started_pair(tiny_model, tmp_path_factory, **STAGED, **SMALL) as pair:
+    prefill, decode = request.param.split(" to ")
+    of_role = {"prefill": SMALL[prefill], "decode": SMALL[decode]}
+    with started_pair(tiny_model, tmp_path_factory, engines=(prefill, decode), of_role=of_role, **STAGED) as pair:
         yield pair
 
 
@@ -81,6 +109,11 @@ def begun(pair: Pair, tokens: list[int]) -> tuple[Answer, Answer]:
 def saved_blocks(engine: EngineProcess) -> int:
     """Return how many blocks the engine's KV pool has stored."""
     return engine.ask("load")["pool"]["saved_blocks"]
+
+
+def pieces(engine: EngineProcess) -> int:
+    """Return in how many pieces a block is copied: SGLang keeps K and V apart."""
+    return LAYERS * (2 if engine.facts["engine"].startswith("sglang") else 1)
 
 
 def is_free(engine: EngineProcess) -> bool:
@@ -146,31 +179,47 @@ def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> Non
     assert decode.tokens() == pair.aggregated(ids, 16)
 
 
-def test_what_was_staged_is_history_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
-    """Both engines forget the prompt; the second hand-off computes and moves nothing but the prompt's end."""
+def test_what_is_staged_is_in_the_pools_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
     ids, sides = prompt(LONG_TOKENS, seed=6), ((pair.prefill, source), (pair.decode, sink))
-    full_blocks, copies = LONG_TOKENS // BLOCK_TOKENS, LAYERS * -(-LONG_TOKENS // BLOCK_TOKENS)
+    full_blocks, blocks = LONG_TOKENS // BLOCK_TOKENS, -(-LONG_TOKENS // BLOCK_TOKENS)
     pair.disaggregated(prompt(40, seed=7), 1)  # The pools are in use from the first step on.
     pair.settled()
     before = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
-    first, _ = pair.disaggregated(ids, 2)
+    pair.disaggregated(ids, 2)
     pair.settled()
     after = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
     assert [(new[0] - old[0], new[1] - old[1]) for old, new in zip(before, after, strict=True)] == [
-        (copies, full_blocks),
-        (copies, full_blocks),
+        (blocks * pieces(engine), full_blocks) for engine, _ in sides
     ]
-    for engine, _ in sides:
-        engine.ask("preempt")
-    loads = [engine.ask("load") for engine, _ in sides]
-    again, last = pair.disaggregated(ids, 16)
+
+
+@VLLM_ONLY
+def test_what_was_staged_is_history(pair: Pair) -> None:
+    """Both engines forget the prompt; the second hand-off computes and moves nothing but the prompt's end."""
+    ids, engines = prompt(LONG_TOKENS, seed=8), (pair.prefill, pair.decode)
+    full_tokens = LONG_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
     expected = pair.aggregated(ids, 16)
-    assert (first, again) == (expected[:2], expected)
-    for load, (engine, _) in zip(loads, sides, strict=True):
-        now = engine.ask("load")
-        promoted = now["pool"]["promoted_tokens"] - load["pool"]["promoted_tokens"]
-        assert promoted == full_blocks * BLOCK_TOKENS
-    assert last["transferred_tokens"] == LONG_TOKENS - 1 - full_blocks * BLOCK_TOKENS
+    assert pair.disaggregated(ids, 2)[0] == expected[:2]
+    pair.settled()
+    for engine in engines:
+        engine.ask("preempt")
+    before = [engine.ask("load")["pool"]["promoted_tokens"] for engine in engines]
+    again, last = pair.disaggregated(ids, 16)
+    assert again == expected
+    after = [engine.ask("load")["pool"]["promoted_tokens"] for engine in engines]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [full_tokens, full_tokens]
+    assert last["transferred_tokens"] == LONG_TOKENS - 1 - full_tokens
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("queued", 20), ("replayed", 21), ("captured", 22)])
+def test_layers_are_ready_at_the_steps_end_whenever_a_device_calls_their_hook(
+    pair: Pair, source: Gpu, mode: str, seed: int
+) -> None:
+    ids = prompt(LONG_TOKENS, seed=seed)
+    source.call_hooks(mode)
+    output, last = pair.disaggregated(ids, 16)
+    assert output == pair.aggregated(ids, 16)
+    assert last["transferred_tokens"] == LONG_TOKENS - 1
 
 
 def test_reordered_and_late_copies_change_nothing(pair: Pair, source: Gpu, sink: Gpu) -> None:
@@ -185,6 +234,17 @@ def test_reordered_and_late_copies_change_nothing(pair: Pair, source: Gpu, sink:
 
 
 # ---------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("queued", 23), ("captured", 24)])
+def test_a_layer_posted_in_its_hook_shows(pair: Pair, source: Gpu, mode: str, seed: int) -> None:
+    """Its copy begins at once, and reads what was there before the step."""
+    ids = prompt(LONG_TOKENS, seed=seed)
+    source.call_hooks(mode)
+    source.plant("hook")
+    output, _ = pair.disaggregated(ids, 16)
+    source.heal()
+    assert output != pair.aggregated(ids, 16)
 
 
 def test_a_post_before_the_copies_end_shows(pair: Pair, source: Gpu) -> None:
@@ -211,7 +271,7 @@ def test_blocks_freed_before_the_copies_end_show(pair: Pair, source: Gpu) -> Non
     saved = saved_blocks(pair.prefill)
     overwrite(pair, seed=16)
     until(lambda: is_free(pair.prefill))
-    copies = 2 * copies + LAYERS * (saved_blocks(pair.prefill) - saved)
+    copies = 2 * copies + pieces(pair.prefill) * (saved_blocks(pair.prefill) - saved)
     source.set(hold_copies=0)
     until(lambda: source.copied(pair.prefill) == before + copies)
     source.heal()

@@ -1,4 +1,4 @@
-"""Hand-offs of real vLLM staged between engines of two ranks and of one, with KV pools: tokens and failures."""
+"""Hand-offs of real vLLM staged between engines of two ranks and of one, in any combination, with KV pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nightly
 BLOCK_TOKENS = 32
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=lambda sizes: f"{sizes[0]} to {sizes[1]}")
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=lambda sizes: f"{sizes[0]} to {sizes[1]}")
 def engines(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

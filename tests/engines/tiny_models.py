@@ -123,6 +123,31 @@ def _make_lfm2(folder: Path) -> None:
     )
 
 
+def _scale_kv(folder: Path, k_scale: float, v_scale: float) -> None:
+    """Have the checkpoint bring scales for KV of eight bits, others in each layer."""
+    from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+
+    path = str(folder / "model.safetensors")
+    weights: dict[str, Any] = load_file(path)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for layer in range(layers):
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            weights[f"model.layers.{layer}.self_attn.attn.{name}"] = np.array(scale / 2**layer, np.float32)
+    save_file(weights, path, metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    _configure(
+        folder,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {},
+            "ignore": ["re:.*"],
+            "kv_cache_scheme": scheme,
+        },
+    )
+
+
 _CHANGES: Final[Mapping[str, Callable[[Path], None]]] = {
     "deepseek": make_deepseek_model,
     "llamawindows": lambda folder: _windows(folder, "sliding", "full", "sliding", "full"),
@@ -130,6 +155,8 @@ _CHANGES: Final[Mapping[str, Callable[[Path], None]]] = {
     "gemma3": _make_gemma3,
     "mellum": _make_mellum,
     "lfm2": _make_lfm2,
+    "scaled": lambda folder: _scale_kv(folder, 0.5, 0.25),
+    "scaledotherwise": lambda folder: _scale_kv(folder, 0.25, 0.5),
 }
 
 

@@ -296,7 +296,7 @@ def test_a_pool_beyond_the_machines_memory_is_refused() -> None:
     engine = ToyEngine(Random(0))
     with pytest.raises(ConfigurationError, match="is not available"):
         KvPool(engine.cache, available_bytes() * 2)
-    with pytest.raises(ConfigurationError, match="smaller than one block"):
+    with pytest.raises(ConfigurationError, match="holds no block"):
         KvPool(engine.cache, 100)
 
 

@@ -16,6 +16,9 @@ from baton_native import CopyEngine, DeviceMemory
 REPEATS = 7
 PIECES_BYTES = (16 << 10, 64 << 10, 1 << 20)
 WAIT_S = 60.0
+GOAL = 0.9
+"""Share of cudaMemcpy's speed that batches are to reach, from pieces of `GOAL_BYTES` on."""
+GOAL_BYTES = 64 << 10
 
 
 @dataclass
@@ -23,6 +26,12 @@ class Figure:
     what: str
     gb_per_s: float
     of_limit: float = 0.0
+    goal: float = 0.0
+    """Share of the limit that is to be reached; 0: there is no goal."""
+
+    @property
+    def is_missed(self) -> bool:
+        return self.of_limit < self.goal
 
 
 def median_gb_per_s(size: int, run: Callable[[], float]) -> float:
@@ -85,7 +94,8 @@ def _measure(host: _Host) -> list[Figure]:
             batch = host.batch(piece_bytes, to_host=to_host)
             _verify(host, batch, data, to_host=to_host)
             speed = median_gb_per_s(host.size, lambda batch=batch: host.timed(lambda: host.run(batch)))
-            figures.append(Figure(f"{name}, {piece_bytes >> 10} KiB pieces", speed, speed / limit))
+            goal = GOAL if piece_bytes >= GOAL_BYTES else 0.0
+            figures.append(Figure(f"{name}, {piece_bytes >> 10} KiB pieces", speed, speed / limit, goal))
     return figures
 
 

@@ -4,7 +4,8 @@ First copies between host and GPU, in batches of scattered blocks, verified and 
 to pinned memory. Then conversions, on the GPU alone: verified against the host's for each pair of layouts, then
 measured beside cudaMemcpy within the GPU, which is the limit. Then pulls between two processes, by each backend, with
 and without checksums: every byte is compared; pulls that are cancelled, before or while they move, or whose time is up,
-must end in time and write nothing after that. Ends with status 1 where anything is wrong.
+must end in time and write nothing after that. Ends with status 1 where anything is wrong; with `--goals`, also where
+a copy misses its goal, or nothing could be measured.
 """
 
 from __future__ import annotations
@@ -305,6 +306,7 @@ def main() -> None:
     parser.add_argument("--library", default="", help="in place of this build's own")
     parser.add_argument("--tokens", type=int, default=16384, help="of each measured cache")
     parser.add_argument("--layers", type=int, default=8, help="of each measured cache")
+    parser.add_argument("--goals", action="store_true", help="fail where a goal is missed or nothing is measured")
     parser.add_argument("--out", help="a file for the figures, as JSON")
     parser.add_argument("--source", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -314,7 +316,7 @@ def main() -> None:
         device = DeviceMemory(1, 0, arguments.library).device
     except GpuUnavailable as error:
         sys.stdout.write(f"nothing was measured: {error}\n")
-        return None
+        return sys.exit(1) if arguments.goals else None
     sys.stdout.write(f"{device}\n")
     blocks = arguments.tokens // BLOCK_TOKENS
     figures = measure_copies(arguments.library, arguments.tokens // BLOCK_TOKENS * arguments.layers * BLOCK_BYTES)
@@ -322,11 +324,14 @@ def main() -> None:
     figures += measure_pulls(arguments.library, arguments.layers, blocks)
     for figure in figures:
         share = f"{figure.of_limit:>8.0%}" if figure.of_limit else ""
-        sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}\n")
+        goal = f", goal {figure.goal:.0%}: {'missed' if figure.is_missed else 'met'}" if figure.goal else ""
+        sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}{goal}\n")
     sys.stdout.write("copies, conversions and pulls are right, cancelled and late pulls wrote nothing\n")
     if arguments.out:
         results = {"device": device, "figures": [asdict(figure) for figure in figures]}
         Path(arguments.out).write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.goals and (missed := [figure.what for figure in figures if figure.is_missed]):
+        sys.exit(f"goals missed: {', '.join(missed)}")
     return None
 
 

@@ -30,7 +30,7 @@ struct Control {
   Word corrupt;         // The n-th chunk from now on arrives with a byte changed.
   Word hold_copies;     // Batches of copies do not begin while it is set.
   Word reorder_copies;  // The newest batch is next, not the oldest.
-  Word no_pin;          // Host memory cannot be pinned.
+  Word no_pin;          // Host memory cannot be pinned, n times from now on.
   Word fail_start;      // The n-th batch from now on is refused.
   Word fail_copies;     // The n-th batch from now on fails the device: none ends any more.
 };

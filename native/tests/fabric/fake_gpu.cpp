@@ -443,7 +443,10 @@ void baton_gpu_copies_close(BatonGpuCopies* copies) {
 }
 
 BatonGpuStatus baton_gpu_copies_pin(BatonGpuCopies* copies, uint64_t address, uint64_t) {
-  if (World::get().control->no_pin != 0) return fail(BATON_GPU_NO_MEMORY, "the memory cannot be pinned");
+  if (Word& left = World::get().control->no_pin; left > 0) {
+    --left;
+    return fail(BATON_GPU_NO_MEMORY, "the memory cannot be pinned");
+  }
   const std::lock_guard held(copies->lock);
   copies->pinned.insert(address);
   ++World::get().counts->pinned;
