@@ -87,5 +87,9 @@ class StagedConnector(GatedConnector):
         return STREAM
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: object) -> None:
-        self._wrote(STREAM, kv_layer.data_ptr(), 0, kv_layer.nbytes)
+        self.note_written(kv_layer, attn_metadata)
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def note_written(self, kv_layer: Any, attn_metadata: Any) -> None:
+        """Say that the stream writes this layer."""
+        self._wrote(STREAM, kv_layer.data_ptr(), 0, kv_layer.nbytes)
