@@ -79,7 +79,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         "cuda-put",
         "cuda-ipc on a GPU",
         "cuda-put on a GPU",
-        "cuda-ipc or staged",
+        pytest.param("cuda-ipc or staged", marks=pytest.mark.nightly),
         pytest.param("direct+staged for cuda-ipc, with a device", marks=pytest.mark.nightly),
         "direct",
         "direct+staged",
