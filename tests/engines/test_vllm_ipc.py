@@ -17,6 +17,7 @@ from tests.contract.fake_library import FakeGpu
 IPC: dict[str, Any] = {"connector": "ipc:IpcConnector", "kv_path": "ipc"}
 PROMPT_TOKENS = 700
 BLOCK_TOKENS = 32
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,6 @@ def backends(pair: Pair) -> list[str]:
 
 
 def test_kv_goes_from_cache_to_cache(pair: Pair) -> None:
-    """Of the pools' copies, those of the prompt's own blocks are the only ones on both sides."""
     for tokens in (33, 200, 1500):
         ids = prompt(tokens, seed=tokens)
         before = pair.decode.ask("load")
@@ -84,9 +84,9 @@ def test_blocks_stay_leased_until_the_pull_has_ended(pair: Pair) -> None:
 
 
 def test_a_cache_that_cannot_be_opened_is_staged_by_name(pair: Pair) -> None:
-    """The peers know each other already, so what refuses is the source's next start: here, a sink that is new."""
     ids = prompt(PROMPT_TOKENS, seed=8)
-    Gpu(pair.prefill).set(no_map=1)
+    for engine in (pair.prefill, pair.decode):
+        Gpu(engine).set(no_map=1)
     before = pair.prefill.ask("stats")["fallbacks"]
     name = pair.name()
     # The other way round, for which no connection exists yet: decode computes, prefill pulls.
