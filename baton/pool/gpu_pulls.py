@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 REFUSED_S: Final = 60.0
 """Time for which a peer that refused the direct way is not asked for it again, in seconds."""
+LATE_S: Final = 0.05
+"""Time for which a pull that is late still runs, in seconds, so that its source is told of its end."""
 _REFUSALS: Final = frozenset({Cause.REFUSED, Cause.LAYOUT, Cause.UNREACHABLE})
 """Causes of failures before the two agents have agreed on a backend, after which a pull is staged."""
 _BETWEEN: Final = "|"
@@ -99,7 +101,7 @@ class Pulls:
                 first_token=pull.first_token,
                 tokens=pull.tokens,
                 blocks=pull.blocks,
-                budget_s=max(pull.deadline_s - self._now_s(), 0.0),
+                budget_s=max(pull.deadline_s - self._now_s(), LATE_S),
             )
         except (TransferFailed, ValueError) as error:
             self._end(key, Cause.REFUSED, str(error))
@@ -133,7 +135,7 @@ class Pulls:
             if event.cause is Cause.DEADLINE:
                 # The other agent fails it for the same reason, and tells the source.
                 self.refused += 1
-                self._stage(event.key, pull)
+                self._stage_or_end(event.key, pull)
                 return
             if event.cause in _REFUSALS:
                 self._fall_back(event, pull)
@@ -167,17 +169,22 @@ class Pulls:
         self._refusals[pull.direct] = _Refusal(failure.detail, now_s + REFUSED_S)
         pull.declined, pull.is_fallback = failure.detail, True
         self.refused += 1
-        try:
-            self._stage(failure.key, pull)
-        except (TransferFailed, ValueError) as error:
-            self._end(failure.key, Cause.REFUSED, str(error))
+        self._stage_or_end(failure.key, pull)
 
     def _stage_cancelled(self, key: bytes, pull: Pull) -> None:
         """Cancel a pull of which the source may know nothing: its lease ends now, instead of by its time."""
         pull.cancelled = True
         self.refused += pull.way is Way.DIRECT
-        self._stage(key, pull)
-        self._staged.cancel_pull(key)
+        if self._stage_or_end(key, pull):
+            self._staged.cancel_pull(key)
+
+    def _stage_or_end(self, key: bytes, pull: Pull) -> bool:
+        try:
+            self._stage(key, pull)
+        except (TransferFailed, ValueError) as error:
+            self._end(key, Cause.CANCELLED if pull.cancelled else Cause.REFUSED, str(error))
+            return False
+        return True
 
     def _stage(self, key: bytes, pull: Pull) -> None:
         pull.way = Way.STAGED
@@ -187,7 +194,7 @@ class Pulls:
             first_token=pull.first_token,
             tokens=pull.tokens,
             blocks=pull.blocks,
-            budget_s=max(pull.deadline_s - self._now_s(), 0.0),
+            budget_s=max(pull.deadline_s - self._now_s(), LATE_S),
             whole=pull.whole,
         )
 

@@ -279,10 +279,11 @@ def test_a_cancelled_pull_writes_nothing_any_more(make: MakeGpu, gpu: FakeGpu, w
     gpu.synchronise()
 
 
-def test_a_direct_pull_ends_at_its_deadline(make: MakeGpu) -> None:
+@pytest.mark.parametrize("budget_s", [0.2, 0.0])
+def test_a_direct_pull_ends_at_its_deadline(make: MakeGpu, budget_s: float) -> None:
     source, sink = make(), make()
     source.lease(KEY, SOURCE_BLOCKS)
-    pull(sink, source, budget_s=0.2)
+    pull(sink, source, budget_s=budget_s)
     assert sink.wait_end(KEY).cause is Cause.DEADLINE
     assert sink.is_poison()
 
