@@ -21,7 +21,7 @@ from baton.cli.gpu_shares import GpuShare, ranks_of, share_gpus
 from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.options import WHOLE_ON_CUDA, KvPath, local_model
+from baton.engines.options import STAGES, WHOLE_ON_CUDA, KvPath, local_model
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
@@ -165,7 +165,7 @@ def resolve(
         device = "cuda" if gpu and engines == {"vllm"} else "cpu"
     if device == "cpu" or engines == {"simulated"}:
         return replace(deployment, device="cpu", disaggregation=deployment.disaggregation or Disaggregation.AUTO)
-    staged = deployment.kv_path is KvPath.STAGED
+    staged = deployment.kv_path in STAGES
     if deployment.disaggregation is Disaggregation.ALWAYS and not staged:
         raise ConfigurationError(
             f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"

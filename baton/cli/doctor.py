@@ -48,9 +48,9 @@ def describe(report: Report) -> str:
     ]
     if survey.gpus.gpus:
         lines.append(
-            "  KV leaves GPU memory staged only (KV_PATH=staged), which has not run on a GPU; otherwise workers serve"
+            "  KV leaves GPU memory so with KV_PATH=ipc, and always staged with KV_PATH=staged; neither has run on a"
         )
-        lines.append("  requests whole. Staged KV is host memory between workers.")
+        lines.append("  GPU. Otherwise workers on GPUs serve requests whole.")
     lines += ["", *describe_findings(report.findings)]
     return "\n".join(lines)
 

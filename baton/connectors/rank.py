@@ -256,6 +256,8 @@ class HandoffRank:
                 self.layers_arrived[key] = min(pull.layers.values())
             case EventKind.PULL_DONE | EventKind.PULL_FAILED:
                 self._part_ended(self._pulls[key], event)
+            case EventKind.LEASE_ASKED:
+                pass  # For agents around this one.
             case EventKind.LEASE_STAGED:
                 lease = self._leases[key]
                 lease.staged, lease.blocks = True, 0

@@ -28,6 +28,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__ as VERSION
 
+from baton.connectors.agents import make_staged_agent
 from baton.connectors.agreement import PoolAgreement, PoolNews, RankAgreement
 from baton.connectors.link import (
     KV_DID_NOT_ARRIVE,
@@ -57,6 +58,7 @@ from baton.errors import ConfigurationError
 from baton.identity import KvIdentity, describe_rope
 from baton.pool.chain import check_block_tokens
 from baton.pool.copier import ThreadCopier
+from baton.pool.gpu_agent import GpuAgent
 from baton.pool.memory import KvPool
 from baton.pool.slot_queue import staging_slots
 from baton.pool.staging import StagedAgent
@@ -109,15 +111,26 @@ class BatonScheduler(Scheduler):
             identity = self._identity(kv, setup.model_digest)
             described, slots = kv.described(identity), self._staging_slots(setup)
             pool_bytes = self._pool_bytes(setup)
-            agent: TransferAgent = self.make_agent(setup.agent)
+            agent: TransferAgent
             if slots:
-                copies = self.make_copies(described.device)
-                agent = StagedAgent(agent, copies, slots, pool_bytes=pool_bytes, stream=self._stream)
+                agent = make_staged_agent(
+                    setup.agent,
+                    self.make_agent,
+                    self.make_copies(described.device),
+                    slots,
+                    pool_bytes=pool_bytes,
+                    stream=self._stream,
+                    make_direct=NativeAgent if setup.ipc and described.device is not None else None,
+                )
+            else:
+                agent = self.make_agent(setup.agent)
             agent.set_pool(described)
             place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
             kv_pool = self._kv_pool(described, rank, place, setup, pool_bytes) if pool_bytes else None
-            self.handoffs = Handoffs(self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots)
+            self.handoffs = Handoffs(
+                self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots, ipc=setup.ipc
+            )
             if described.device is None:
                 # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
                 pool.baton_layer_saved = lambda layer: rank.layer_saved(layer - pool.start_layer)  # pyright: ignore
@@ -171,7 +184,7 @@ class BatonScheduler(Scheduler):
 
     def _pool_rank(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup, pool_bytes: int) -> PoolRank:
         assert setup.agent is not None
-        staged = rank.agent if isinstance(rank.agent, StagedAgent) else None
+        staged = rank.agent if isinstance(rank.agent, (StagedAgent, GpuAgent)) else None
         try:
             pool = KvPool(cache, pool_bytes) if staged is None else staged.memory
         except ConfigurationError as refusal:

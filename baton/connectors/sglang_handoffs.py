@@ -25,6 +25,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
+from baton.connectors.agents import staged_key_of
 from baton.connectors.agreement import RankAgreement
 from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep, TransferReport
 from baton.connectors.link import HANDOFF_PARAMETER, LOAN_PARAMETER
@@ -60,6 +61,7 @@ class Handoffs:
         kv_pool: SglangPool | None = None,
         *,
         staging_slots: int = 0,
+        ipc: bool = False,
     ) -> None:
         self.rank = rank
         self.kv_pool = kv_pool
@@ -71,6 +73,7 @@ class Handoffs:
         self._agreement = agreement
         self._enqueue = enqueue
         self._staged = staging_slots > 0
+        self._ipc = ipc
         self._decisions = HandoffScheduler(
             cache.page_size, staging_slots=staging_slots, now_s=lambda: agreement.agreed_s
         )
@@ -106,7 +109,7 @@ class Handoffs:
             return False
         handoff = None if text is None else msgspec.json.decode(text, type=Handoff)
         if self.kv_pool is not None:
-            staged_key = handoff.key if handoff is not None and self._staged else b""
+            staged_key = staged_key_of(handoff, ipc=self._ipc) if self._staged else b""
             self.kv_pool.admit(req, None if loan is None else msgspec.json.decode(loan, type=Loan), staged_key)
         if handoff is not None:
             self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))

@@ -31,6 +31,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from baton.connectors.agents import make_staged_agent, staged_key_of
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S, Loan
@@ -53,6 +54,7 @@ from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.pool.copier import Copier, ThreadCopier
+from baton.pool.gpu_agent import GpuAgent
 from baton.pool.memory import KvPool
 from baton.pool.slot_queue import staging_slots
 from baton.pool.staging import StagedAgent
@@ -140,7 +142,7 @@ class BatonConnector(KVConnectorBase_V1):
             handoff = msgspec.convert(parameters or None, Handoff | None)
             if self._pool_scheduler is not None:
                 loan, token_s = msgspec.convert(loan, Loan | None), msgspec.convert(token_s, float)
-                staged_key = handoff.key if handoff is not None and self._staging_slots else b""
+                staged_key = staged_key_of(handoff, ipc=self._settings.ipc) if self._staging_slots else b""
                 self._pool_scheduler.admit(request, loan, token_s, staged_key)
             if self._scheduler is not None and handoff is not None:
                 self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
@@ -267,7 +269,6 @@ class BatonConnector(KVConnectorBase_V1):
         self.kv_block_bytes = sum(tensor.nbytes for tensor in tensors) // blocks
         if self._settings.agent is None:
             return
-        agent = self.make_agent(self._settings.agent)
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         pool = read_kv(
             tensors,
@@ -281,9 +282,17 @@ class BatonConnector(KVConnectorBase_V1):
         self._device = pool.device
         self.kv_identity = pool.fingerprint
         if self._staging_slots:
-            pool_bytes = self._settings.kv_pool_bytes // ranks
-            copies = self.make_copies()
-            agent = StagedAgent(agent, copies, self._staging_slots, pool_bytes=pool_bytes, stream=self.stream)
+            agent = make_staged_agent(
+                self._settings.agent,
+                self.make_agent,
+                self.make_copies(),
+                self._staging_slots,
+                pool_bytes=self._settings.kv_pool_bytes // ranks,
+                stream=self.stream,
+                make_direct=self.make_direct if self._settings.ipc else None,
+            )
+        else:
+            agent = self.make_agent(self._settings.agent)
         agent.set_pool(pool)
         place = RankPlace(
             rank=get_tensor_model_parallel_rank(),
@@ -298,7 +307,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Reserve this rank's part of the KV pool. Without that memory the engine serves on without a pool."""
         assert self._rank is not None
         assert self._settings.agent is not None
-        staged = self._rank.agent if isinstance(self._rank.agent, StagedAgent) else None
+        staged = self._rank.agent if isinstance(self._rank.agent, (StagedAgent, GpuAgent)) else None
         try:
             pool = KvPool(cache, self._settings.kv_pool_bytes // place.size) if staged is None else staged.memory
         except ConfigurationError as refusal:
@@ -335,6 +344,10 @@ class BatonConnector(KVConnectorBase_V1):
     def make_agent(self, options: AgentOptions) -> TransferAgent:
         """Return this rank's agent; tests may bring their own."""
         return NativeAgent(options)
+
+    def make_direct(self, options: AgentOptions) -> NativeAgent | None:
+        """Return the agent of the cache itself for GPUs of this host; None on a CPU. Tests may bring their own."""
+        return None if self._device is None else NativeAgent(options)
 
     @property
     def rank(self) -> HandoffRank | None:

@@ -15,13 +15,17 @@ from baton.devices.survey import Survey
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     between: str
     backend: str
-    """Name of a backend, as in `agent_backends`, or `staged`: through host memory."""
+    """Name of a backend as in log, metrics and traces: `+staged` where host memory of both ends is between."""
     why: str
 
 
 def pair_backends(survey: Survey) -> tuple[Pair, ...]:
-    """Return each kind of pair. The handshake of two agents decides; this is what it will find here."""
-    return (_on_one_host(survey), _between_hosts(survey), *_between_gpus(survey.gpus.gpus))
+    """Return each kind of pair, those of GPUs with KV_PATH=ipc.
+
+    The handshake of two agents decides; this is what it will find here.
+    """
+    far = _between_hosts(survey)
+    return (_on_one_host(survey), far, *_between_gpus(survey.gpus.gpus, far))
 
 
 def nearest_adapters(survey: Survey) -> dict[int, tuple[str, ...]]:
@@ -50,8 +54,10 @@ def _between_hosts(survey: Survey) -> Pair:
     return Pair(between=between, backend="tcp", why="no RDMA adapter here is up and may be used")
 
 
-def _between_gpus(gpus: tuple[Gpu, ...]) -> Iterable[Pair]:
-    """Yield the pairs of GPUs, those of one kind together; directions may differ."""
+def _between_gpus(gpus: tuple[Gpu, ...], far: Pair) -> Iterable[Pair]:
+    """Yield the pairs of GPUs, those of one kind together; directions may differ. `far`: host memory of two hosts."""
+    if gpus:
+        yield Pair(between="GPU memory, workers that share a GPU", backend="cuda-ipc", why="within the GPU")
     kinds: dict[tuple[str, str], list[str]] = {}
     for sink, source in permutations(gpus, 2):
         if source.index in sink.nvlinks:
@@ -59,8 +65,11 @@ def _between_gpus(gpus: tuple[Gpu, ...]) -> Iterable[Pair]:
         elif source.index in sink.reads:
             kind = ("cuda-ipc", "PCIe")
         else:
-            kind = ("staged", "the driver allows no peer access")
+            kind = ("direct+staged", "the driver allows no peer access")
         kinds.setdefault(kind, []).append(f"{source.index}→{sink.index}")
     for (backend, why), pairs in kinds.items():
         which = "any two" if len(kinds) == 1 and len(pairs) > 1 else ", ".join(pairs)
         yield Pair(between=f"GPU memory, {which}", backend=backend, why=why)
+    if gpus:
+        why = f"{far.why}; adapters read host memory"
+        yield Pair(between="GPU memory, workers of two hosts", backend=f"{far.backend}+staged", why=why)

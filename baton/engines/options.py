@@ -38,10 +38,15 @@ class KvPath(StrEnum):
     """Peers read the cache itself."""
     STAGED = "staged"
     """It is copied to host memory, which peers read (`docs/gpu.md`)."""
+    IPC = "ipc"
+    """GPUs of the same host read the cache itself; for all other peers it is staged."""
 
 
+STAGES: Final = (KvPath.STAGED, KvPath.IPC)
+"""Ways that need slots of host memory."""
 WHOLE_ON_CUDA: Final = (
-    "on CUDA decode workers serve requests whole, unless kv_path=staged asks for hand-offs, which have not run on a GPU"
+    "on CUDA decode workers serve requests whole, unless kv_path=staged or kv_path=ipc asks for hand-offs, "
+    "which have not run on a GPU"
 )
 
 
@@ -162,10 +167,10 @@ def choose_handoff(own: OwnOptions, role: Role, here: Device) -> KvPath | None:
     Raises ConfigurationError if it cannot hand off but must: by option, or as a prefill worker.
     """
     if here is not Device.CUDA:
-        path = KvPath.STAGED if own.kv_path is KvPath.STAGED else KvPath.DIRECT
+        path = own.kv_path if own.kv_path in STAGES else KvPath.DIRECT
         return None if own.handoff is False else path
-    if own.kv_path is KvPath.STAGED and own.handoff is not False:
-        return KvPath.STAGED
+    if own.kv_path in STAGES and own.handoff is not False:
+        return own.kv_path
     if own.handoff or role is Role.PREFILL:
         raise ConfigurationError(f"this worker cannot hand off: {WHOLE_ON_CUDA}", param="handoff")
     _log.warning(WHOLE_ON_CUDA)

@@ -2,6 +2,8 @@
 
 A lease has a reader for each rank of the peer that reads these blocks. They are copied once, for all readers; the agent
 below has a lease of the slots for each. Calls come for each reader: the first one to say something new is followed.
+
+Where peers may also read the cache itself, a lease takes slots only once a peer has asked for them (`on_ask`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class StagedLease(Flow):
     readers: dict[bytes, Reader] = field(default_factory=dict[bytes, Reader])
     asked: int = 0
     """Slots asked for."""
+    on_ask: bool = False
+    """Whether it asks for slots only once a peer has asked for it."""
     tokens: int = 0
     """Length of the whole lease; 0: not known yet."""
     is_staged: bool = False
@@ -59,12 +63,18 @@ class StagedLeases:
         staging: Staging,
         stream: Callable[[], int | None],
         ends: Callable[[StagedLease], None],
+        *,
+        on_ask: bool,
     ) -> None:
-        """`ends` is told of a lease that is about to give its slots back, with all that it has copied."""
+        """`ends` is told of a lease that is about to give its slots back, with all that it has copied.
+
+        `on_ask`: nothing is staged before a peer asks for it, see `asked`.
+        """
         self._agent = agent
         self._staging = staging
         self._stream = stream
         self._ends = ends
+        self._on_ask = on_ask
         self._leases: dict[bytes, StagedLease] = {}
         self._by_reader: dict[bytes, StagedLease] = {}
 
@@ -98,8 +108,21 @@ class StagedLeases:
             ready=none,
             copied=list(none),
             posted=list(none),
+            on_ask=self._on_ask,
         )
         return lease
+
+    def asked(self, reader: bytes) -> None:
+        """Note that a peer asks for the lease's slots."""
+        lease = self._by_reader.get(reader)
+        if lease is not None and lease.on_ask:
+            lease.on_ask = False
+            if lease.asked:
+                try:
+                    self._staging.ask(lease, lease.asked)
+                except ValueError as error:
+                    lease.failure = str(error)
+                    self._failed(lease)
 
     def extend(self, reader: bytes, generation: int, blocks: Sequence[int]) -> None:
         self._staging.check_blocks(blocks)
@@ -150,7 +173,8 @@ class StagedLeases:
     def _ask(self, lease: StagedLease, slots: int) -> None:
         if slots > 0:
             lease.asked += slots
-            self._staging.ask(lease, slots)
+            if not lease.on_ask:
+                self._staging.ask(lease, slots)
 
     def _granted(self, lease: StagedLease) -> None:
         self._lease_slots(lease)

@@ -19,6 +19,7 @@ slots waits for them, in order; its peer waits with it, within the pull's time l
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import select
 import threading
@@ -46,14 +47,17 @@ from baton.transfer import (
     TransferEvent,
     TransferFaults,
     Whole,
+    share_memory,
 )
-from baton.transfer.device import CopyEngine
+from baton.transfer.device import Copy, CopyEnded, CopyEngine
 from baton.transfer.layout import read_layout
 
 _log = logging.getLogger(__name__)
 
 CHECK_S: Final = 0.1
 """Interval at which deadlines, and devices that failed silently, are looked for."""
+
+_MARK_BYTES: Final = 16
 
 Stream = Callable[[], int | None]
 """Returns the stream in which the caller's engine works; see `CopyEngine.submit`."""
@@ -69,14 +73,17 @@ class StagedAgent:
         slots: int,
         *,
         pool_bytes: int = 0,
+        on_ask: bool = False,
         stream: Stream = lambda: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_ask`: leases are staged once a peer asks for them, of which `agent` tells."""
         self.endpoint = agent.endpoint
         self._agent = agent
         self._copies = copies
         self.slots = slots
         self._pool_bytes = pool_bytes
+        self._on_ask = on_ask
         self._stream = stream
         self._now_s = now_s
         self._lock = threading.Lock()
@@ -104,10 +111,13 @@ class StagedAgent:
         region = self.memory.pool.region
         assert region is not None
         cells = self.memory.cells
+        self._mark = share_memory(mmap.PAGESIZE)
+        self._copies.register(self._mark.address, self._mark.bytes)
         self._block_copies = BlockCopies(self._copies, pool, self.memory.pool)
+        self._first = pool.layer_addresses[0]
         queue: SlotQueue[Flow] = SlotQueue(cells)
         self._staging = Staging(pool, layers, queue, self._block_copies, self._tell)
-        self._leases = StagedLeases(self._agent, self._staging, self._stream, self._lease_ends)
+        self._leases = StagedLeases(self._agent, self._staging, self._stream, self._lease_ends, on_ask=self._on_ask)
         self.copier = StagedCopier(self._lock, self._block_copies, cells, self._leases.get, self._stream)
         self._pulls = StagedPulls(self._agent, self._staging, self.copier.pulled, self._now_s)
         self._agent.set_pool(self.memory.pool)
@@ -216,6 +226,15 @@ class StagedAgent:
             if not self._pulls.cancel(key):
                 self._agent.cancel_pull(key)
 
+    def after_stream(self, ended: Callable[[CopyEnded], None]) -> None:
+        """Call `ended`, in the agent's thread and under its lock, once the work that is in the stream now has ended.
+
+        Raises TransferFailed. A copy of a few bytes marks the end.
+        """
+        mark = Copy(to=self._mark.address, source=self._first, size=_MARK_BYTES)
+        with self._lock:
+            list(self._block_copies.submit([mark], after=self._stream(), ended=ended))
+
     def release(self, key: bytes, endpoint: str) -> None:
         self._agent.release(key, endpoint)
 
@@ -277,5 +296,8 @@ class StagedAgent:
                     self._leases.leave(event.key, event)
                 else:
                     self._tell(event)
+            case EventKind.LEASE_ASKED:
+                self._leases.asked(event.key)
+                self._tell(event)
             case _:
                 self._tell(event)

@@ -25,6 +25,7 @@ def native_options(options: AgentOptions) -> baton_native.Options:
     native.streams = natural("streams", options.streams)
     native.lane_bytes = natural("lane_bytes", options.lane_bytes)
     native.checksum = options.checksum
+    native.tells_asks = options.tells_asks
     native.verbs_library = options.verbs_library
     native.verbs_devices = options.verbs_devices
     native.ucx_library = options.ucx_library

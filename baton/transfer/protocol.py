@@ -151,6 +151,8 @@ class AgentOptions:
     gpu_library: str = ""
     """CUDA part of baton_native; empty: the one that its build made, if it found nvcc."""
     checksum: bool = True
+    tells_asks: bool = False
+    """Tell of LEASE_ASKED."""
     lease_ttl_s: float = 5.0
     """A lease expires this long after the last keep-alive of its sink."""
     unclaimed_ttl_s: float = 30.0
@@ -185,6 +187,8 @@ class EventKind(StrEnum):
     """Sink: everything has arrived and is verified. The lease was released at the source."""
     PULL_FAILED = "pull_failed"
     """Sink: the pull failed and nothing writes the destination blocks any more; `cause` and `detail` say why."""
+    LEASE_ASKED = "lease_asked"
+    """Source: a sink asks for the lease; once for each generation, if the agent `tells_asks`."""
     LEASE_RELEASED = "lease_released"
     """Source: the sink is done, the blocks may be reused."""
     LEASE_STAGED = "lease_staged"

@@ -33,6 +33,7 @@ void bind_values(nb::module_& m) {
       .def_rw("streams", &Options::streams)
       .def_rw("lane_bytes", &Options::lane_bytes)
       .def_rw("checksum", &Options::checksum)
+      .def_rw("tells_asks", &Options::tells_asks)
       .def_prop_rw(
           "verbs_library", [](const Options& o) { return o.fabric.verbs_library; },
           [](Options& o, std::string value) { o.fabric.verbs_library = std::move(value); })

@@ -17,6 +17,8 @@ inline const char* name_of(ReportKind kind) {
       return "pull_done";
     case ReportKind::pull_failed:
       return "pull_failed";
+    case ReportKind::lease_asked:
+      return "lease_asked";
     case ReportKind::lease_released:
       return "lease_released";
     case ReportKind::lease_ended:

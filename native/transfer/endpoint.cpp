@@ -50,7 +50,7 @@ std::optional<Rail> parse_rail(const std::string& text, bool listening) {
 
 std::optional<Endpoint> parse_endpoint(const std::string& text) {
   Endpoint endpoint;
-  std::string rails = text;
+  std::string rails = text.substr(0, text.find('|'));
   const auto life = cut(rails, '/');
   if (!life || life->size() != 16 || !parse_number(*life, endpoint.incarnation, 16)) return std::nullopt;
   for (std::size_t begin = 0; begin <= rails.size();) {

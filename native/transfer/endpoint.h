@@ -1,5 +1,5 @@
 // An agent's endpoint: its rails and its incarnation, "host:port[@label][~distance],.../incarnation". Opaque outside
-// this folder.
+// this folder. What follows a '|' is for agents around this one, see baton/pool/gpu_agent.py.
 #pragma once
 
 #include <cstdint>

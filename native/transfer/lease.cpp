@@ -48,6 +48,7 @@ void Source::open(double now_s, const OpenLease& command) {
     // A sink may be done before its source begins, or begins again: the lease then ends as soon as it is open.
     if (before.by_sink) return end(now_s, found, before.cause, before.detail, true);
   }
+  if (lease.claimed) tell_asked(command.key);
   for (const ReaderId& id : lease.readers) attach(id, lease);
   const auto [first, last] = parked_.equal_range(command.key);
   std::vector<ReaderId> waiting;
@@ -55,12 +56,17 @@ void Source::open(double now_s, const OpenLease& command) {
   parked_.erase(first, last);
   for (const ReaderId& id : waiting) {
     lease.readers.push_back(id);
-    claim(now_s, lease);
+    claim(now_s, command.key, lease);
     attach(id, lease);
   }
 }
 
-void Source::claim(double now_s, Lease& lease) {
+void Source::tell_asked(const Key& key) {
+  if (options_.tells_asks) out_.put(Report{.kind = ReportKind::lease_asked, .key = key});
+}
+
+void Source::claim(double now_s, const Key& key, Lease& lease) {
+  if (!lease.claimed && lease.open) tell_asked(key);
   lease.claimed = true;
   lease.expires_s = now_s + options_.lease_ttl_s;
   out_.wake_at(lease.expires_s);

@@ -98,7 +98,9 @@ class Source {
   void remember(double now_s, const Key& key, EndedLease ended);
   void detach(const ReaderId& id);
   void unpark(const ReaderId& id, const Key& key);
-  void claim(double now_s, Lease& lease);
+  void claim(double now_s, const Key& key, Lease& lease);
+  // Once for each generation that a sink asks for.
+  void tell_asked(const Key& key);
 
   const Options& options_;
   const Geometry& geometry_;

@@ -39,7 +39,7 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   }
   Lease& lease = found->second;
   lease.readers.push_back(id);
-  claim(now_s, lease);
+  claim(now_s, ask.key, lease);
   if (lease.open) attach(id, lease);
   return true;
 }
@@ -51,7 +51,7 @@ bool Source::promote(double now_s, const ReaderId& id, Reader& reader, const fra
                     reader.ask.blocks == ask.blocks && reader.ask.tokens == ask.tokens;
   if (!same || !reader.ask.data_only || ask.data_only || found == leases_.end()) return false;
   reader.ask.data_only = false;
-  claim(now_s, found->second);
+  claim(now_s, ask.key, found->second);
   if (found->second.open) {
     attach(id, found->second);
   } else {
@@ -111,7 +111,7 @@ bool Source::on_request(double now_s, ConnectionId connection, const frames::Req
   }
   const std::uint64_t needed_tokens = std::min<std::uint64_t>(last * geometry_.block_tokens, reader.ask.tokens);
   if (lease->ready_tokens[request.layer / geometry_.tensors_per_layer()] < needed_tokens) return false;
-  claim(now_s, *lease);
+  claim(now_s, reader.ask.key, *lease);
   reader.in_flight[request.sequence] = {.bytes = request.blocks * geometry_.block_bytes};
   if (reader.serve_after_s < 0) reader.serve_after_s = now_s + options_.faults.delay_s;
   if (now_s < reader.serve_after_s) {
@@ -190,7 +190,7 @@ void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::
   const auto reader = readers_.find({connection, frame.pull});
   if (reader == readers_.end()) return;  // `Ended` is on its way.
   reader->second.keep_alive_s = now_s;
-  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end()) claim(now_s, lease->second);
+  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end()) claim(now_s, reader->second.ask.key, lease->second);
   out_.send(connection, frames::KeepAliveAnswer{frame.pull});
 }
 

@@ -43,7 +43,14 @@ enum class Cause : std::uint8_t {
 };
 inline constexpr std::uint8_t kCauses = 11;
 
-enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
+enum class ReportKind : std::uint8_t {
+  pull_progress,
+  pull_done,
+  pull_failed,
+  lease_asked,
+  lease_released,
+  lease_ended
+};
 
 // The traffic of one rail, for one pull or, in the statistics, for all.
 struct RailShare {
@@ -115,6 +122,7 @@ struct Options {
   std::uint32_t streams = 1;           // Lanes per rail.
   std::uint64_t lane_bytes = 4 << 20;  // A pull gets one lane more per this many bytes.
   bool checksum = true;
+  bool tells_asks = false;  // Whether a lease's first ask is reported.
   double lease_ttl_s = 5;
   double unclaimed_ttl_s = 30;
   double wanted_timeout_s = 10;

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from bus_world import World, memory_world, nats_world
-from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNode, Node, make_gpu_agent
 
 from baton.clock import SystemClock
 from baton.pool.staging import StagedAgent
@@ -79,6 +79,8 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         "cuda-put",
         "cuda-ipc on a GPU",
         "cuda-put on a GPU",
+        pytest.param("cuda-ipc or staged", marks=pytest.mark.nightly),
+        pytest.param("direct+staged for cuda-ipc, with a device", marks=pytest.mark.nightly),
         "direct",
         "direct+staged",
         pytest.param("direct+staged with a device", marks=pytest.mark.nightly),
@@ -113,6 +115,9 @@ def make_agent(way: str, backend: str, fabric: Fabric) -> Iterator[MakeAgent]:
 
     def make(**changes: object) -> TransferAgent:
         options = replace(OPTIONS, **{"backends": (backend,), **fabric, **changes})  # pyright: ignore[reportArgumentType]
+        if "staged" in way and "cuda-ipc" in way:
+            agents.append(make_gpu_agent(options, STAGING_SLOTS))
+            return agents[-1]
         agent = memory_fabric.agent(options) if backend == "memory" else NativeAgent(options)
         agents.append(staged(agent, fabric.get("gpu_library")) if "staged" in way else agent)
         return agents[-1]

@@ -161,6 +161,10 @@ class FakeGpu(FakeLibrary):
         """Say that a stream of the engine writes this memory, which is memory of an engine on the CPU."""
         self._call("fake_gpu_write", stream, to, 0, size)
 
+    def adopt(self, address: int, size: int) -> None:
+        """Let memory of this process, whole pages, stand for the device's, which other processes can map."""
+        self._call("fake_gpu_adopt", address, size)
+
     def synchronise(self) -> None:
         """Say that all streams of the engine have been waited for."""
         self._call("fake_gpu_synchronise")

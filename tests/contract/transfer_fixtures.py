@@ -60,7 +60,10 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
             pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
         return {"gpu_library": ""}
     if way.startswith("cuda") or way.endswith("with a device"):
-        return {"gpu_library": request.getfixturevalue("fake_gpu").library}
+        gpu: FakeGpu = request.getfixturevalue("fake_gpu")
+        if "+staged for cuda-ipc" in way:
+            gpu.set(no_map=1)
+        return {"gpu_library": gpu.library}
     if way.startswith("ucx"):
         monkeypatch.setenv("UCX_TLS", way.split()[-1])
         return {"ucx_library": ucx_library()}

@@ -1,7 +1,7 @@
 """An agent in a process of its own. It prints its endpoint first, then takes one command per line.
 
-Arguments: backends (comma-separated), lease TTL in seconds, maximum bytes of a file it may write (0: no limit),
-further options of the agent as JSON.
+Arguments: backends (comma-separated; `GPU_AGENT`: a `GpuAgent`), lease TTL in seconds, maximum bytes of a file it
+may write (0: no limit), further options of the agent as JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import resource
 import sys
 from collections.abc import Callable
 
-from transfer_rig import BLOCK_TOKENS, Node
+from transfer_rig import BLOCK_TOKENS, SOURCE_BLOCKS, Node, make_gpu_agent
 
 from baton.transfer import AgentOptions, NativeAgent
+
+GPU_AGENT = "gpu"
 
 
 def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> None:
@@ -22,9 +24,10 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> N
     options = AgentOptions(
         secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s), **json.loads(fabric)
     )
-    gpu_library = options.gpu_library if options.backends[0].startswith("cuda") else None
-    node = Node(NativeAgent(options), shared=options.backends == ("direct",), gpu_library=gpu_library)
-    agent = node.agent
+    is_gpu = backends == GPU_AGENT
+    gpu_library = options.gpu_library if is_gpu or options.backends[0].startswith("cuda") else None
+    agent = make_gpu_agent(options, len(SOURCE_BLOCKS)) if is_gpu else NativeAgent(options)
+    node = Node(agent, shared=options.backends == ("direct",), gpu_library=gpu_library)
 
     def lease(key: str, blocks: str, seed: str) -> None:
         indexes = [int(block) for block in blocks.split(",")]

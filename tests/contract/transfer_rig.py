@@ -6,13 +6,26 @@ import ctypes
 import select
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from random import Random
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from baton_native import DeviceMemory
 
-from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
+from baton.pool.gpu_agent import DIRECT_BACKENDS, GpuAgent
+from baton.pool.staging import StagedAgent
+from baton.transfer import (
+    AgentOptions,
+    EventKind,
+    NativeAgent,
+    Pool,
+    TransferAgent,
+    TransferEvent,
+    lease_key,
+    share_memory,
+)
+from baton.transfer.device import cuda_copies
 from tests.harness.limits import HANG_S
 
 LAYERS = 4
@@ -168,6 +181,9 @@ class Node(Party):
     def _at(self, layer: int, block: int) -> int:
         return layer * self.layer_bytes + block * self.stride_bytes
 
+    def address(self, layer: int, block: int) -> int:
+        return self.memory.address + self._at(layer, block)
+
     def read(self, layer: int, block: int) -> bytes:
         return self.memory.read(self._at(layer, block), self.block_bytes)
 
@@ -206,6 +222,19 @@ class Node(Party):
         self.agent.post_ready(key, generation, -1, tokens)
         self.agent.complete_lease(key, generation, tokens)
         return generation
+
+
+def make_gpu_agent(options: AgentOptions, slots: int, *, stream: int | None = None, **more: Any) -> GpuAgent:
+    """Return an agent whose pool GPUs of this host read, and others staged. `stream`: in which its engine works."""
+    options = replace(options, tells_asks=True)
+    staged = StagedAgent(
+        NativeAgent(replace(options, backends=("direct",))),
+        cuda_copies(0, library=options.gpu_library),
+        slots,
+        on_ask=True,
+        stream=lambda: stream,
+    )
+    return GpuAgent(NativeAgent(replace(options, backends=DIRECT_BACKENDS)), staged, stream=lambda: stream, **more)
 
 
 @cache

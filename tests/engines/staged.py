@@ -38,9 +38,13 @@ class StagedConnector(GatedConnector):
             self._hook(*list(self._layers)[layer + 1 : layer + 2])
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: object) -> None:
-        self._stand_in.wrote(kv_layer)
+        self.note_written(kv_layer, attn_metadata)
         if not self._stand_in.mode:
             super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def note_written(self, kv_layer: Any, attn_metadata: Any) -> None:
+        """Say that the stream writes this layer."""
+        self._stand_in.wrote(kv_layer)
 
     def _hook(self, *names: str) -> None:
         assert self._rank is not None

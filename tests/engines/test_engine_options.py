@@ -138,7 +138,7 @@ def chosen_path(role: Role, here: Device, **options: object) -> KvPath | None:
     return choose_handoff(split_options(options, DIALECT)[0], role, here)
 
 
-def test_on_a_gpu_nothing_is_handed_off_unless_it_is_staged(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_gpu_nothing_is_handed_off_unless_the_user_asks_for_it(caplog: pytest.LogCaptureFixture) -> None:
     assert chosen_path(Role.DECODE, Device.CUDA) is None
     assert [record.getMessage() for record in caplog.records] == [WHOLE_ON_CUDA]
     assert chosen_path(Role.DECODE, Device.CUDA, handoff=False) is None
@@ -147,6 +147,7 @@ def test_on_a_gpu_nothing_is_handed_off_unless_it_is_staged(caplog: pytest.LogCa
             chosen_path(role, Device.CUDA, handoff=handoff)
     for role in Role:
         assert chosen_path(role, Device.CUDA, kv_path="staged") is KvPath.STAGED
+        assert chosen_path(role, Device.CUDA, kv_path="ipc") is KvPath.IPC
     assert chosen_path(Role.DECODE, Device.CUDA, kv_path="staged", handoff=False) is None
 
 

@@ -137,9 +137,11 @@ def test_gpus_of_one_kind_are_one_line() -> None:
     assert backends(mixed) == {
         "host memory, workers of this host": "shm",
         "host memory, workers of two hosts": "tcp",
+        "GPU memory, workers that share a GPU": "cuda-ipc",
         "GPU memory, 1→0": "cuda-ipc",
-        "GPU memory, 2→0, 2→1, 0→2, 1→2": "staged",
+        "GPU memory, 2→0, 2→1, 0→2, 1→2": "direct+staged",
         "GPU memory, 0→1": "cuda-ipc",
+        "GPU memory, workers of two hosts": "tcp+staged",
     }
 
 
@@ -226,4 +228,5 @@ def test_the_report_names_each_gpus_adapter_and_its_setting(dgx2: Path) -> None:
     assert "reads GPU 1 over NVLink; nearest adapter: mlx5_0:1 (same PCIe switch)" in said
     assert "agent_verbs_devices=mlx5_1:1" in said
     assert "reads GPU 0 over PCIe" in said
-    assert "KV leaves GPU memory staged only" in said
+    assert "GPU memory, workers of two hosts: verbs+staged (mlx5_0:1, mlx5_1:1; adapters read host memory)" in said
+    assert "KV leaves GPU memory so with KV_PATH=ipc" in said

@@ -24,6 +24,7 @@ import msgspec
 from baton.connectors.link import ADDRESS_VARIABLE, Failed, HostEnd, Opened, Order, Report, Setup
 from baton.engines.host import EngineHost
 from baton.engines.options import (
+    STAGES,
     Device,
     KvPath,
     OwnOptions,
@@ -105,7 +106,8 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
             agent=self._agent if path is not None else None,
             model_digest=self.digest,
             kv_pool_bytes=self._own.kv_pool_bytes,
-            staging_tokens=self._own.kv_staging_tokens if path is KvPath.STAGED else None,
+            staging_tokens=self._own.kv_staging_tokens if path in STAGES else None,
+            ipc=path is KvPath.IPC,
             kv_file=self._own.kv_file,
             kv_file_bytes=self._own.kv_file_bytes,
         )

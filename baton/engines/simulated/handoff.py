@@ -164,7 +164,7 @@ class SimulatedHandoff:
                     self._lease_over(event.key)
                 case EventKind.LEASE_ENDED:
                     pass  # This engine revoked the lease itself.
-                case EventKind.LEASE_STAGED:
+                case EventKind.LEASE_ASKED | EventKind.LEASE_STAGED:
                     pass  # Its agent reads the cache; nothing is staged.
 
 

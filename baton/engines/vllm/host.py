@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.host import EngineHost
 from baton.engines.options import (
+    STAGES,
     Device,
     KvPath,
     OwnOptions,
@@ -72,7 +73,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
                 check_handoff(arguments)
             if self._own.kv_pool_bytes and path is None:
                 raise ConfigurationError(
-                    "engine option kv_pool_bytes needs an engine that hands off KV (on a GPU: kv_path=staged)",
+                    "engine option kv_pool_bytes needs an engine that hands off KV (on a GPU: kv_path=staged or ipc)",
                     param="kv_pool_bytes",
                 )
             with engine_environment(DIALECT, profile):
@@ -120,7 +121,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
                     agent=self._agent if path is not None else None,
                     model_digest=self.digest,
                     kv_pool_bytes=self._own.kv_pool_bytes,
-                    staging_tokens=self._own.kv_staging_tokens if path is KvPath.STAGED else None,
+                    staging_tokens=self._own.kv_staging_tokens if path in STAGES else None,
+                    ipc=path is KvPath.IPC,
                     kv_file=self._own.kv_file,
                     kv_file_bytes=self._own.kv_file_bytes,
                 )

@@ -2,7 +2,8 @@
 //
 // Copies read and write at their end, so that memory which is reused before shows wrong bytes. A real stream's order
 // cannot be shown here, so it is demanded: a test says which stream writes which memory (fake_gpu_write), and a copy of
-// that memory which is not ordered after that stream is refused. An end that is no memory of the "device" is memory of
+// that memory which is not ordered after that stream is refused, as is a kernel that reads it without waiting for a
+// release (write_after) that came after the write. An end that is no memory of the "device" is memory of
 // this process: the tensors of an engine on the CPU stand for its device.
 #pragma once
 
@@ -37,7 +38,7 @@ class Streams {
     size_max_ = std::max(size_max_, size);
     auto at = last_writes_.lower_bound(to);
     while (at != last_writes_.end() && at->first + at->second.size <= to + size) at = last_writes_.erase(at);
-    last_writes_[to] = {size, stream};
+    last_writes_[to] = {.size = size, .stream = stream};
     if (bytes.empty()) return;
     work_.push_back({to, std::move(bytes)});
     ++submitted_;
@@ -49,6 +50,23 @@ class Streams {
     for (; at != last_writes_.end() && at->first < address + size; ++at) {
       const bool overlaps = at->first + at->second.size > address;
       if (overlaps && !(ordered && after == at->second.stream)) return false;
+    }
+    return true;
+  }
+  // What the stream has written by now is released with this value.
+  void release(std::uint64_t stream, std::uint64_t value) {
+    const std::lock_guard held(lock_);
+    for (auto& [address, written] : last_writes_) {
+      if (written.stream == stream && written.released == 0) written.released = value;
+    }
+  }
+  // Whether a kernel that waits for `release_min`, 0: for nothing, may read this.
+  bool is_released(std::uint64_t address, std::uint64_t size, std::uint64_t release_min) {
+    const std::lock_guard held(lock_);
+    auto at = last_writes_.lower_bound(address < size_max_ ? 0 : address - size_max_);
+    for (; at != last_writes_.end() && at->first < address + size; ++at) {
+      const bool overlaps = at->first + at->second.size > address;
+      if (overlaps && (at->second.released == 0 || release_min < at->second.released)) return false;
     }
     return true;
   }
@@ -71,7 +89,8 @@ class Streams {
     std::vector<std::uint8_t> bytes;
   };
   struct Written {
-    std::uint64_t size, stream;
+    std::uint64_t size = 0, stream = 0;
+    std::uint64_t released = 0;  // 0: nothing was posted after it.
   };
 
   void run() {

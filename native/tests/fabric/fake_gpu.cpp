@@ -73,7 +73,7 @@ struct Done {
 
 struct BatonGpu {
   struct Write {
-    std::uint64_t address, value;
+    std::uint64_t address, value, after_work;
   };
   std::mutex lock;
   std::condition_variable changed, written;
@@ -85,7 +85,7 @@ struct BatonGpu {
     World& world = World::get();
     std::unique_lock held(lock);
     while (!closing) {
-      while (!writes.empty() && world.control->hold_streams == 0) {
+      while (!writes.empty() && world.control->hold_streams == 0 && Streams::get().has_done(writes.front().after_work)) {
         world.word(writes.front().address) = writes.front().value;
         writes.pop_front();
       }
@@ -340,10 +340,12 @@ BatonGpuStatus baton_gpu_write(BatonGpu*, uint64_t address, uint64_t value) {
   return BATON_GPU_OK;
 }
 
-BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t, uint64_t address, uint64_t value) {
+BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t stream, uint64_t address, uint64_t value) {
+  Streams::get().release(stream, value);
+  const std::uint64_t after_work = Streams::get().submitted();
   {
     const std::lock_guard held(gpu->lock);
-    gpu->writes.push_back({address, value});
+    gpu->writes.push_back({address, value, after_work});
   }
   gpu->changed.notify_all();
   return BATON_GPU_OK;
@@ -390,6 +392,12 @@ BatonGpuStatus baton_gpu_launch(BatonGpuQueue* queue, const BatonGpuPiece* piece
                               piece.to_group | piece.row_bytes | piece.position;
     if (all % BATON_GPU_ALIGN != 0 || piece.gate >= gate_count || piece.rows == 0 || piece.groups == 0) {
       misused("a piece is not made of whole 16 bytes, or is empty");
+    }
+    const std::uint64_t span =
+        (piece.groups - 1) * piece.from_group + (piece.rows - 1) * piece.from_row + piece.row_bytes;
+    const BatonGpuGate& gate = gates[piece.gate];
+    if (!Streams::get().is_released(piece.from, span, gate.release == 0 ? 0 : gate.release_min)) {
+      return fail(BATON_GPU_INVALID, "a kernel reads memory that a stream writes, and does not wait for it");
     }
   }
   if (piece_count == 0 || piece_count > BATON_GPU_PIECES_MAX || gate_count == 0 || gate_count > BATON_GPU_GATES_MAX) {
@@ -491,6 +499,20 @@ BatonGpuStatus baton_gpu_copies_check(BatonGpuCopies* copies) {
 void fake_gpu_write(uint64_t stream, uint64_t to, uint64_t from, uint64_t bytes) {
   const auto* const data = reinterpret_cast<const std::uint8_t*>(from);
   Streams::get().write(stream, to, bytes, from == 0 ? std::vector<std::uint8_t>{} : std::vector(data, data + bytes));
+}
+
+// For tests: lets memory of this process, whole pages, stand for memory of the device, which other processes can map.
+// Its bytes stay. Nothing may write there meanwhile.
+void fake_gpu_adopt(uint64_t address, uint64_t bytes) {
+  World& world = World::get();
+  const int fd = ::memfd_create("fake-gpu", MFD_CLOEXEC);
+  void* const at = reinterpret_cast<void*>(address);
+  if (fd < 0 || ::write(fd, at, bytes) != static_cast<ssize_t>(bytes) ||
+      ::mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    misused("memory cannot be adopted");
+  }
+  const std::lock_guard held(world.lock);
+  world.memory[address] = {bytes, static_cast<std::uint8_t*>(at), fd, 0};
 }
 
 // For tests: all streams have been waited for.
