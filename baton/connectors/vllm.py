@@ -52,6 +52,7 @@ from baton.connectors.vllm_pool import VllmPool
 from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
+from baton.pool.chain import check_block_tokens
 from baton.pool.copier import Copier, ThreadCopier
 from baton.pool.memory import KvPool
 from baton.pool.slot_queue import staging_slots
@@ -109,6 +110,13 @@ class BatonConnector(KVConnectorBase_V1):
                 "peer has read them (engine option handoff=false serves it whole)"
             )
         self._block_tokens = block_tokens = vllm_config.cache_config.block_size
+        self._pool_bytes = self._settings.kv_pool_bytes
+        try:
+            check_block_tokens(block_tokens)
+        except ConfigurationError as refusal:
+            if self._pool_bytes and role is KVConnectorRole.WORKER:
+                _log.warning("this engine runs without a KV pool: %s", refusal)
+            self._pool_bytes = 0
         if self._settings.staging_tokens is not None:
             self._staging_slots = staging_slots(
                 self._settings.staging_tokens,
@@ -119,7 +127,7 @@ class BatonConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             self._scheduler = HandoffScheduler(block_tokens, staging_slots=self._staging_slots)
-            if self._settings.kv_pool_bytes:
+            if self._pool_bytes:
                 pool = PoolScheduler(
                     block_tokens=block_tokens,
                     block_bytes=ranks
@@ -281,7 +289,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._device = pool.device
         self.kv_identity = pool.fingerprint
         if self._staging_slots:
-            pool_bytes = self._settings.kv_pool_bytes // ranks
+            pool_bytes = self._pool_bytes // ranks
             copies = self.make_copies()
             agent = StagedAgent(agent, copies, self._staging_slots, pool_bytes=pool_bytes, stream=self.stream)
         agent.set_pool(pool)
@@ -291,7 +299,7 @@ class BatonConnector(KVConnectorBase_V1):
             layout=read_layout(pool.layout) if pool.layout else None,
         )
         self._rank = HandoffRank(agent, place)
-        if self._settings.kv_pool_bytes:
+        if self._pool_bytes:
             self._start_pool(pool, place)
 
     def _start_pool(self, cache: Pool, place: RankPlace) -> None:
@@ -300,7 +308,7 @@ class BatonConnector(KVConnectorBase_V1):
         assert self._settings.agent is not None
         staged = self._rank.agent if isinstance(self._rank.agent, StagedAgent) else None
         try:
-            pool = KvPool(cache, self._settings.kv_pool_bytes // place.size) if staged is None else staged.memory
+            pool = KvPool(cache, self._pool_bytes // place.size) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             self._pool_rank = PoolRank(0, None)
