@@ -29,6 +29,8 @@ async def struck_delay_s(engines: Engines, names: tuple[str, str], how: signal.S
     """
     pair = await make_pair(engines, *names)
     tokens, salt = pair.prompt(PROMPT_TOKENS), f"struck by {how}"
+    # An engine's first prompt of this length takes longer.
+    await collect(pair.decode, pair.request(tokens, salt=f"{salt}, first"))
     alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
     await collect(pair.prefill, pair.request(tokens, salt=salt))
     await pair.settled()
@@ -40,7 +42,8 @@ async def struck_delay_s(engines: Engines, names: tuple[str, str], how: signal.S
         await engines.lose(names[0])
     assert answer.tokens == alone.tokens
     await eventually(lambda: not (pair.decode.load().pool.pinned or pair.decode.load().kv_usage))
-    print(f"{'-to-'.join(names)}, {how}: first token after {answer.first_s:.2f} s, alone {alone.first_s:.2f} s")
+    case = how.name if how else "evicts"
+    print(f"{'-to-'.join(names)}, {case}: first token after {answer.first_s:.2f} s, alone {alone.first_s:.2f} s")
     return answer.first_s - alone.first_s
 
 
