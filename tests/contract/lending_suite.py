@@ -66,6 +66,15 @@ async def computed_by_lender(pair: Pair, tokens: Sequence[int], salt: str) -> No
     await pair.settled()
 
 
+async def prefilled_by_lender(pair: Pair, tokens: Sequence[int], salt: str) -> EngineRequest:
+    """Have the lender compute a prompt as a prefill leg, and wait until its pool has it. The lease stays open."""
+    prefill = pair.request(tokens, leg=Leg.PREFILL, salt=salt)
+    blocks = pair.prefill.load().pool.saved_blocks + len(tokens) // pair.prefill_facts.block_tokens
+    await collect(pair.prefill, prefill)
+    await eventually(lambda: pair.prefill.load().pool.saved_blocks >= blocks)
+    return prefill
+
+
 async def borrow(pair: Pair, request: EngineRequest, loan: Loan) -> Turn:
     """Answer a request with a loan, and compare the borrower's counters."""
     before = (await pair.settled())[1]
@@ -150,11 +159,8 @@ class LendingSuite:
 
     async def test_what_a_prefill_leg_computed_is_lent(self, pair: Pair) -> None:
         tokens, salt = pair.prompt(PROMPT_TOKENS), "computed by prefill"
-        prefill = pair.request(tokens, leg=Leg.PREFILL, salt=salt)
-        blocks = pair.prefill.load().pool.saved_blocks + PROMPT_TOKENS // pair.prefill_facts.block_tokens
-        await collect(pair.prefill, prefill)
         # No decode pulls them, and the blocks are lent while they are under the hand-off's lease, too.
-        await eventually(lambda: pair.prefill.load().pool.saved_blocks >= blocks)
+        prefill = await prefilled_by_lender(pair, tokens, salt)
         loan = await lend(pair, tokens, salt)
         alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
         before = pair.decode.load().pool.borrowed_tokens

@@ -13,7 +13,7 @@ from struck_handoffs import attempt, moving, struck
 
 from baton.engines.engine import Leg
 from tests.contract.engine_suite import GREEDY, Pair, changed, collect, eventually
-from tests.contract.lending_suite import PROMPT_TOKENS, borrow, borrowable_tokens, lend
+from tests.contract.lending_suite import PROMPT_TOKENS, borrow, borrowable_tokens, lend, prefilled_by_lender
 
 DEADLINE_S = 2.0
 SLACK_S = 1.0
@@ -65,12 +65,12 @@ async def check_prefill_killed_after_it_lent(engines: Engines, names: tuple[str,
     tokens, salt = pair.prompt(2400), "prefill killed"
     begin = tokens[:PROMPT_TOKENS]
     alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
-    first = pair.request(begin, leg=Leg.PREFILL, salt=salt)
-    await collect(pair.prefill, first)
+    first = await prefilled_by_lender(pair, begin, salt)
     await pair.prefill.abort(first.request, first.attempt)
     await lent.settled()
-    turn = await borrow(lent, lent.request(begin, ONCE, salt=salt), await lend(lent, begin, salt))
-    assert turn.borrowed_tokens == borrowable_tokens(lent, PROMPT_TOKENS)
+    loan = await lend(lent, begin, salt)
+    turn = await borrow(lent, lent.request(begin, ONCE, salt=salt), loan)
+    assert turn.borrowed_tokens == borrowable_tokens(lent, loan.tokens) >= 256
     prefill = pair.request(tokens, leg=Leg.PREFILL, salt=salt)
     decode = pair.request(tokens, leg=Leg.DECODE, name=prefill.request, salt=salt)
     legs = [asyncio.create_task(attempt(pair.prefill, prefill)), asyncio.create_task(attempt(pair.decode, decode))]
