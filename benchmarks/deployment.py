@@ -37,6 +37,7 @@ def deployment(folder: Path, flags: Sequence[str], settings: Mapping[str, str] |
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "baton.cli", "up", "--port", str(port), "--folder", str(folder)]
+    command += ["--kv-pool-bytes", "0"]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen([*command, "--die-with-parent", *flags], stdout=log, stderr=log, env=environ)
     try:

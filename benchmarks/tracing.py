@@ -81,6 +81,7 @@ async def deployed(folder: Path, speed: float, settings: Mapping[str, str]) -> A
     port = free_port()
     options = json.dumps({**OPTIONS, "speed": speed})
     command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--engine-options", options]
+    command += ["--kv-pool-bytes", "0"]
     # On a machine that is busy with the load, late heartbeats must not make a worker look lost.
     environ = {**os.environ, **settings, "BATON_GATEWAY_ACCEPT_S": "5"}
     process = await asyncio.create_subprocess_exec(

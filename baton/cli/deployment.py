@@ -21,11 +21,10 @@ from baton.cli.gpu_shares import GpuShare, ranks_of, share_gpus
 from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.options import STAGES, WHOLE_ON_CUDA, KvPath, local_model
+from baton.engines.options import KV_POOL_AUTO, STAGES, WHOLE_ON_CUDA, KvPath, local_model
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
-from baton.pool.memory import available_bytes
 from baton.processes.child import Program
 from baton.processes.probes import Probe, http_probe
 
@@ -40,8 +39,6 @@ ENGINE_START_TIMEOUT_S: Final = 600.0
 """Time for an engine to start: real models load for minutes from slow disks."""
 WORKERS_MAX: Final = 128
 GATEWAY_PROCESSES_MAX: Final = 64
-KV_POOL_SHARE: Final = 0.25
-"""Share of this machine's free memory that all KV pools take, where the user leaves their size to us."""
 DRAIN_S: Final = 2
 DRAIN_S_MAX: Final = 3600
 STOP_S: Final = 8.0
@@ -76,8 +73,8 @@ class Deployment:
     """None: `auto` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
     """Options for every engine; those under an engine's name are for that engine only."""
-    kv_pool_bytes: int | None = 0
-    """Host memory for each worker's KV pool; None: `KV_POOL_SHARE` of what is free, divided by the workers."""
+    kv_pool_bytes: int | None = None
+    """Host memory for each worker's KV pool; None: `auto`, the worker takes its share of what is free."""
     kv_path: KvPath = KvPath.AUTO
     kv_file_bytes: int = 0
     """Size of the file under each worker's KV pool; 0: no file."""
@@ -320,11 +317,10 @@ def engine_settings(
     options = engine_defaults(engine, device=deployment.device, tiny=deployment.tiny, workers_per_gpu=workers_per_gpu)
     if engine != "simulated" and not deployment.tiny:
         options |= context_limit(engine, _model_config(model_path), device=deployment.device)
-    pool_bytes = deployment.kv_pool_bytes
-    if pool_bytes is None:
-        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // deployment.workers
-    if pool_bytes:
-        options |= {"kv_pool_bytes": pool_bytes}
+    if deployment.kv_pool_bytes is None:
+        options |= {"kv_pool_bytes": KV_POOL_AUTO, "kv_pool_workers": max(deployment.workers, 1)}
+    elif deployment.kv_pool_bytes:
+        options |= {"kv_pool_bytes": deployment.kv_pool_bytes}
     if deployment.kv_path is not KvPath.AUTO and engine != "simulated":
         options |= {"kv_path": deployment.kv_path.value}
     return EngineSettings(

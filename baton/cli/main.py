@@ -25,7 +25,7 @@ from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
 from baton.devices.survey import read_survey
-from baton.engines.options import KvPath
+from baton.engines.options import KV_POOL_AUTO, KvPath
 from baton.errors import BatonError, ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
@@ -184,10 +184,10 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     add(
         "--kv-pool-bytes",
-        default="0",
+        default=KV_POOL_AUTO,
         metavar="N",
-        help="host memory in which each worker keeps KV that its engine forgets; auto: a quarter of what is free, "
-        "divided by the workers; default: %(default)s, no pool",
+        help="host memory in which each worker keeps KV that its engine forgets; 0: none; auto: a quarter of what is "
+        "free, divided by the workers, 4 GiB each at most; default: %(default)s",
     )
     add(
         "--kv-path",
@@ -319,7 +319,7 @@ def _nats_url(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def parse_pool_bytes(text: str) -> int | None:
     """Return a pool's size; None: `auto`. Raises ConfigurationError."""
-    if text == "auto":
+    if text == KV_POOL_AUTO:
         return None
     if not text.isdecimal():
         raise ConfigurationError(f"the KV pool's size is a number of bytes or auto, not {text!r}")

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import cast
 
 from baton.cli.deployment import ENGINES, Deployment, engine_settings, model_folder, resolve
-from baton.cli.main import parse_engine_options
-from baton.engines.options import KvPath
+from baton.cli.main import parse_engine_options, parse_pool_bytes
+from baton.engines.options import KV_POOL_AUTO, KvPath
 from baton.errors import BatonError
 from baton.messages.placement import Disaggregation
+from baton.messages.workers import Role
 from baton.stop import EXIT_MISCONFIGURED
 
 SETTINGS_FILE = "worker.toml"
@@ -58,8 +59,12 @@ def main() -> int:
     )
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
     parser.add_argument(
-        "--kv-pool-bytes", type=int, default=0, metavar="N", help="host memory for each worker's KV pool; 0: no pool"
+        "--kv-pool-bytes", default=KV_POOL_AUTO, metavar="N", help="as of `baton up`; default: %(default)s"
     )
+    for role in Role:
+        parser.add_argument(
+            f"--{role}", type=int, default=1, metavar="N", help=f"{role} workers of this host; default: %(default)s"
+        )
     parser.add_argument(
         "--kv-path", type=KvPath, choices=list(KvPath), default=KvPath.AUTO, help="how KV of hand-offs leaves an engine"
     )
@@ -72,10 +77,11 @@ def main() -> int:
             device=parsed.device,
             disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
             engine_options=parse_engine_options(parsed.engine_options),
-            kv_pool_bytes=parsed.kv_pool_bytes,
+            kv_pool_bytes=parse_pool_bytes(parsed.kv_pool_bytes),
             kv_path=parsed.kv_path,
             pythons={},
-            prefill=0,
+            prefill=parsed.prefill,
+            decode=parsed.decode,
         )
         print(f"baton: the workers' settings are in {prepare(deployment)}")
     except BatonError as error:

@@ -53,6 +53,7 @@ from baton.connectors.vllm_pool import VllmPool
 from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
+from baton.pool.chain import check_block_tokens
 from baton.pool.copier import Copier, ThreadCopier
 from baton.pool.gpu_agent import GpuAgent
 from baton.pool.memory import KvPool
@@ -111,6 +112,13 @@ class BatonConnector(KVConnectorBase_V1):
                 "peer has read them (engine option handoff=false serves it whole)"
             )
         self._block_tokens = block_tokens = vllm_config.cache_config.block_size
+        self._pool_bytes = self._settings.kv_pool_bytes
+        try:
+            check_block_tokens(block_tokens)
+        except ConfigurationError as refusal:
+            if self._pool_bytes and role is KVConnectorRole.WORKER:
+                _log.warning("this engine runs without a KV pool: %s", refusal)
+            self._pool_bytes = 0
         if self._settings.staging_tokens is not None:
             self._staging_slots = staging_slots(
                 self._settings.staging_tokens,
@@ -121,7 +129,7 @@ class BatonConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             self._scheduler = HandoffScheduler(block_tokens, staging_slots=self._staging_slots)
-            if self._settings.kv_pool_bytes:
+            if self._pool_bytes:
                 pool = PoolScheduler(
                     block_tokens=block_tokens,
                     block_bytes=ranks
@@ -287,7 +295,7 @@ class BatonConnector(KVConnectorBase_V1):
                 self.make_agent,
                 self.make_copies(),
                 self._staging_slots,
-                pool_bytes=self._settings.kv_pool_bytes // ranks,
+                pool_bytes=self._pool_bytes // ranks,
                 stream=self.stream,
                 make_direct=self.make_direct if self._settings.ipc else None,
             )
@@ -300,7 +308,7 @@ class BatonConnector(KVConnectorBase_V1):
             layout=read_layout(pool.layout) if pool.layout else None,
         )
         self._rank = HandoffRank(agent, place)
-        if self._settings.kv_pool_bytes:
+        if self._pool_bytes:
             self._start_pool(pool, place)
 
     def _start_pool(self, cache: Pool, place: RankPlace) -> None:
@@ -309,7 +317,7 @@ class BatonConnector(KVConnectorBase_V1):
         assert self._settings.agent is not None
         staged = self._rank.agent if isinstance(self._rank.agent, (StagedAgent, GpuAgent)) else None
         try:
-            pool = KvPool(cache, self._settings.kv_pool_bytes // place.size) if staged is None else staged.memory
+            pool = KvPool(cache, self._pool_bytes // place.size) if staged is None else staged.memory
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             self._pool_rank = PoolRank(0, None)

@@ -19,6 +19,7 @@ from typing import Final
 from baton.engines.processes import ENGINE_MARK
 from baton.errors import ConfigurationError
 from baton.messages.workers import Role
+from baton.pool.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,12 @@ class KvPath(StrEnum):
 
 STAGES: Final = (KvPath.STAGED, KvPath.IPC)
 """Ways that need slots of host memory."""
+KV_POOL_AUTO: Final = "auto"
+KV_POOL_SHARE: Final = 0.25
+"""Share of a host's free memory for the KV pools of all its workers, where their size is `auto`."""
+KV_POOL_BYTES_MAX: Final = 4 << 30
+"""Most of that for one worker: the memory is reserved at the start, which takes about 0.3 s for each GiB."""
+HANDOFF_FOR_POOL: Final = "an engine that hands off KV (on a GPU: kv_path=staged or ipc)"
 WHOLE_ON_CUDA: Final = (
     "on CUDA decode workers serve requests whole, unless kv_path=staged or kv_path=ipc asks for hand-offs, "
     "which have not run on a GPU"
@@ -61,6 +68,8 @@ class OwnOptions:
     """`module:Class` of the connector, which runs beside the engine's KV memory; tests derive their own."""
     kv_pool_bytes: int = 0
     """Host memory for the KV pool, over all ranks (`docs/kv-pool.md`). 0: no pool."""
+    kv_pool_auto: bool = False
+    """Whether that size is `auto`: an engine that cannot have a pool then serves without one."""
     kv_path: KvPath = KvPath.AUTO
     kv_staging_tokens: int = 0
     """Tokens of hand-offs that are staged at a time; 0: twice the longest context."""
@@ -75,6 +84,7 @@ OWN_OPTIONS: Final = (
     "handoff",
     "connector",
     "kv_pool_bytes",
+    "kv_pool_workers",
     "kv_path",
     "kv_staging_tokens",
     "kv_file",
@@ -132,25 +142,47 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
     kv_file = options.get("kv_file", "")
     if not isinstance(kv_file, str):
         raise ConfigurationError(f"engine option kv_file is a path, not {kv_file!r}", param="kv_file")
+    is_auto = options.get("kv_pool_bytes") == KV_POOL_AUTO
+    workers = _number(options, "kv_pool_workers", "workers")
+    pool_bytes = auto_pool_bytes(workers) if is_auto else _number(options, "kv_pool_bytes", "bytes")
     own = OwnOptions(
         device=Device(str(device)),
         handoff=handoff,
         connector=connector,
-        kv_pool_bytes=_number(options, "kv_pool_bytes", "bytes"),
+        kv_pool_bytes=pool_bytes,
+        kv_pool_auto=is_auto,
         kv_path=KvPath(str(path)),
         kv_staging_tokens=_number(options, "kv_staging_tokens", "tokens"),
         kv_file=kv_file,
         kv_file_bytes=_number(options, "kv_file_bytes", "bytes"),
     )
-    check_kv_file(own.kv_file, own.kv_file_bytes, own.kv_pool_bytes)
+    check_kv_file(own.kv_file, own.kv_file_bytes, is_auto or pool_bytes > 0)
     return own, engine_options
 
 
-def check_kv_file(path: str, file_bytes: int, pool_bytes: int) -> None:
+def auto_pool_bytes(workers: int) -> int:
+    """Return the size of a worker's KV pool on a host that has so many workers, by the memory that is free now."""
+    return min(int(available_bytes() * KV_POOL_SHARE) // max(workers, 1), KV_POOL_BYTES_MAX)
+
+
+def choose_pool(own: OwnOptions, path: KvPath | None) -> OwnOptions:
+    """Return the options of an engine that hands off by `path`; without one it has no KV pool.
+
+    Raises ConfigurationError if it has to have one.
+    """
+    if path is not None or not own.kv_pool_bytes:
+        return own
+    if not own.kv_pool_auto:
+        raise ConfigurationError(f"engine option kv_pool_bytes needs {HANDOFF_FOR_POOL}", param="kv_pool_bytes")
+    _log.warning("this engine runs without a KV pool: that needs %s", HANDOFF_FOR_POOL)
+    return replace(own, kv_pool_bytes=0, kv_file="", kv_file_bytes=0)
+
+
+def check_kv_file(path: str, file_bytes: int, has_pool: bool) -> None:
     """Raise ConfigurationError unless the options of the KV pool's file fit together."""
     if bool(path) != bool(file_bytes):
         raise ConfigurationError("engine options kv_file and kv_file_bytes need each other", param="kv_file")
-    if path and not pool_bytes:
+    if path and not has_pool:
         raise ConfigurationError("engine option kv_file needs a KV pool: kv_pool_bytes", param="kv_file")
 
 

@@ -184,6 +184,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     deltas: list[EngineDelta] = field(default_factory=list[EngineDelta])
+    first_s: float = 0.0
+    """Time from the request to the first delta."""
 
     @property
     def last(self) -> EngineDelta:
@@ -191,8 +193,9 @@ class Answer:
 
 
 async def collect(engine: Engine, request: EngineRequest) -> Answer:
-    answer = Answer()
+    answer, began_s = Answer(), time.monotonic()
     async for delta in engine.generate(request):
+        answer.first_s = answer.first_s or time.monotonic() - began_s
         assert not answer.deltas or answer.last.finish is None, "nothing comes after the end"
         answer.deltas.append(delta)
         answer.tokens += delta.tokens

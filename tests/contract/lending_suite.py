@@ -66,6 +66,15 @@ async def computed_by_lender(pair: Pair, tokens: Sequence[int], salt: str) -> No
     await pair.settled()
 
 
+async def prefilled_by_lender(pair: Pair, tokens: Sequence[int], salt: str) -> EngineRequest:
+    """Have the lender compute a prompt as a prefill leg, and wait until its pool has it. The lease stays open."""
+    prefill = pair.request(tokens, leg=Leg.PREFILL, salt=salt)
+    blocks = pair.prefill.load().pool.saved_blocks + len(tokens) // pair.prefill_facts.block_tokens
+    await collect(pair.prefill, prefill)
+    await eventually(lambda: pair.prefill.load().pool.saved_blocks >= blocks)
+    return prefill
+
+
 async def borrow(pair: Pair, request: EngineRequest, loan: Loan) -> Turn:
     """Answer a request with a loan, and compare the borrower's counters."""
     before = (await pair.settled())[1]
@@ -148,6 +157,20 @@ class LendingSuite:
     async def test_a_prefix_that_only_the_lender_computed_is_borrowed(self, pair: Pair) -> None:
         await check_borrowed(pair, "borrowed")
 
+    async def test_what_a_prefill_leg_computed_is_lent(self, pair: Pair) -> None:
+        tokens, salt = pair.prompt(PROMPT_TOKENS), "computed by prefill"
+        # No decode pulls them, and the blocks are lent while they are under the hand-off's lease, too.
+        prefill = await prefilled_by_lender(pair, tokens, salt)
+        loan = await lend(pair, tokens, salt)
+        alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
+        before = pair.decode.load().pool.borrowed_tokens
+        answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
+        await pair.prefill.abort(prefill.request, prefill.attempt)
+        _, after = await pair.settled()
+        assert answer.tokens == alone.tokens
+        assert after.pool.borrowed_tokens - before == borrowable_tokens(pair, PROMPT_TOKENS)
+        await unpinned(pair)
+
     async def test_a_busy_lender_lends(self, pair: Pair) -> None:
         tokens, salt = pair.prompt(PROMPT_TOKENS), "lent by a busy one"
         alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
@@ -206,13 +229,14 @@ class LendingSuite:
         await computed_by_lender(pair, tokens, salt)
         loan = await lend(pair, tokens, salt)
         slots = pair.prefill_facts.pool_blocks * pair.prefill_facts.block_tokens
+        others = [pair.prompt(900) for _ in range(-(-slots // 900) + 1)]
+        evicted_blocks = pair.prefill.load().pool.evicted_blocks
 
         async def evict() -> None:
             """Fill the lender's pool with other prompts; what is lent stays until it is read."""
-            for number in range(-(-slots // 900) + 1):
-                await collect(pair.prefill, pair.request(pair.prompt(900), changed(GREEDY, max_tokens=1), salt="other"))
-                if not number:
-                    evicting.set()
+            for other in others:
+                await collect(pair.prefill, pair.request(other, changed(GREEDY, max_tokens=1), salt=salt))
+                evicting.set()
 
         evicting = asyncio.Event()
         filling = asyncio.create_task(evict())
@@ -221,10 +245,17 @@ class LendingSuite:
         answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
         await filling
         assert answer.tokens == alone.tokens
-        # Keys are for one reader: a second loan of the same blocks needs another one, and finds what is left.
-        left = await lend(pair, tokens, salt)
-        assert left.tokens <= loan.tokens
         await pair.settled()
+        await unpinned(pair)
+        assert pair.prefill.load().pool.evicted_blocks > evicted_blocks
+        # Of prompts that were used once, the first ones are evicted first.
+        left = await lend(pair, others[0], salt)
+        assert left.tokens < borrowable_tokens(pair, len(others[0]))
+        alone = await collect(pair.decode, pair.request(others[0], salt=f"{salt}, alone"))
+        turn = await borrow(pair, pair.request(others[0], salt=salt), left)
+        assert turn.answer.tokens == alone.tokens
+        assert turn.borrowed_tokens == borrowable_tokens(pair, left.tokens)
+        assert turn.computed_tokens == len(others[0]) - turn.promoted_tokens
         await unpinned(pair)
 
     async def test_a_request_that_ends_while_it_borrows_leaves_nothing(self, pair: Pair) -> None:

@@ -278,6 +278,18 @@ async def test_the_file_has_what_the_pool_evicted(tmp_path: Path) -> None:
         assert (first.cached_tokens, first.transferred_tokens) == (640, 359)
 
 
+@pytest.mark.parametrize(("block_tokens", "has_pool"), [(32, True), (16, False)])
+async def test_a_pool_of_no_stated_size_is_there_where_it_can_be(
+    caplog: pytest.LogCaptureFixture, block_tokens: int, has_pool: bool
+) -> None:
+    options = {"block_tokens": block_tokens, "kv_pool_bytes": "auto", "kv_pool_workers": 4096}
+    engine = SimulatedEngine("a model", options=options, agent=AGENT)
+    facts = await engine.start()
+    await engine.close()
+    assert (facts.pool_blocks > 0, len(facts.pool_agents)) == (has_pool, has_pool)
+    assert ("this engine runs without a KV pool" in caplog.text) == (not has_pool)
+
+
 async def test_blocks_that_a_pool_cannot_store_stop_the_start() -> None:
     engine = SimulatedEngine("a model", options={"block_tokens": 16, "kv_pool_bytes": POOL_BYTES}, agent=AGENT)
     with pytest.raises(ConfigurationError, match="multiple of 32 tokens, not of 16"):

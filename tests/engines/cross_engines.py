@@ -16,6 +16,7 @@ import pytest_asyncio
 from tiny_models import make_model
 from tokenizers import Tokenizer
 
+from baton.blocks import BLOCK_TOKENS_DEFAULT
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
 from baton.errors import PeerUnreachable, TransferFailed
 from baton.messages.attempts import Sampling
@@ -72,6 +73,7 @@ class Running:
     facts: EngineFacts
     shadow: Shadow
     stack: AsyncExitStack
+    wants_pool: bool
 
 
 class Engines:
@@ -145,7 +147,7 @@ class Engines:
             await stack.aclose()
             raise
         stack.callback(asyncio.create_task(shadow.follow(remote)).cancel)
-        return Running(remote, facts, shadow, stack)
+        return Running(remote, facts, shadow, stack, wants_pool="kv_pool_bytes" in settings["options"])
 
 
 class RealEngineSuite(EngineSuite):
@@ -161,6 +163,9 @@ class RealEngineSuite(EngineSuite):
 
 async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
     source, sink = await engines.get(prefill), await engines.get(decode)
+    for name, running in ((prefill, source), (decode, sink)):
+        can_have_pool = running.facts.block_tokens % BLOCK_TOKENS_DEFAULT == 0
+        assert (running.facts.pool_blocks > 0) == (running.wants_pool and can_have_pool), name
     gone = NativeAgent(AgentOptions(secret="tests"))
     gone.close()
     return Pair(

@@ -15,14 +15,15 @@ from cross_engines import GREEDY, Engines, make_pair
 from baton.engines.engine import Engine, EngineRequest, Leg
 from baton.errors import BatonError
 from benchmarks.remote_engine.engine import RemoteEngine
-from tests.contract.engine_suite import Answer, collect, eventually
+from tests.contract.engine_suite import Answer, Pair, collect, eventually
+from tests.harness.limits import HANG_S
 
 BEGIN_TOKENS = 257
 """Part of the prompt that the sink has already."""
-PROMPT_TOKENS = 1200
+PROMPT_TOKENS = 2400
 BUDGET_S = 12.0
-STRUCK_WITHIN_S = 0.3
-"""A prompt takes about as long to be computed and pulled."""
+STRUCK_WITHIN_S = 0.2
+"""A prompt takes longer to be computed and pulled."""
 
 
 async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Leg, how: signal.Signals) -> str:
@@ -37,9 +38,11 @@ async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Le
     prefill = pair.request(tokens, GREEDY, leg=Leg.PREFILL, salt=salt, budget_s=BUDGET_S)
     decode = pair.request(tokens, GREEDY, leg=Leg.DECODE, name=prefill.request, salt=salt, budget_s=BUDGET_S)
     name, victim = (names[0], pair.prefill) if leg is Leg.PREFILL else (names[1], pair.decode)
-    legs = [asyncio.create_task(_answer(pair.prefill, prefill)), asyncio.create_task(_answer(pair.decode, decode))]
+    legs = [asyncio.create_task(attempt(pair.prefill, prefill)), asyncio.create_task(attempt(pair.decode, decode))]
+    await moving(pair, legs[1])
     await asyncio.sleep(Random(f"{names} {leg} {how}").uniform(0.0, STRUCK_WITHIN_S))
-    async with _struck(victim, how):
+    async with struck(victim, how):
+        assert not legs[1].done(), "it was struck in the midst of the transfer"
         # A process that is stopped cannot even fail: its side is heard of once it goes on.
         await asyncio.wait(legs, timeout=BUDGET_S)
         if leg is Leg.PREFILL:
@@ -65,7 +68,15 @@ async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Le
     return "failed" if answer is None else "answered"
 
 
-async def _answer(engine: Engine, request: EngineRequest) -> Answer | None:
+async def moving(pair: Pair, decode: asyncio.Task[Answer | None]) -> None:
+    """Wait until decode pulls."""
+    assert isinstance(pair.decode, RemoteEngine)
+    async with asyncio.timeout(HANG_S):
+        while not (await pair.decode.stats())["pulls"]:
+            assert not decode.done(), "the transfer was over before it was seen"
+
+
+async def attempt(engine: Engine, request: EngineRequest) -> Answer | None:
     """Return an answer; None: the attempt failed, as it may."""
     try:
         return await collect(engine, request)
@@ -74,7 +85,7 @@ async def _answer(engine: Engine, request: EngineRequest) -> Answer | None:
 
 
 @asynccontextmanager
-async def _struck(engine: Engine, how: signal.Signals) -> AsyncGenerator[None]:
+async def struck(engine: Engine, how: signal.Signals) -> AsyncGenerator[None]:
     """Strike an engine with all its processes; those that are stopped go on at the end."""
     assert isinstance(engine, RemoteEngine)
     worker = psutil.Process(engine.pid)

@@ -1,6 +1,6 @@
 """Real engines that hand off to each other: vLLM and SGLang, each alone and both ways.
 
-Every engine serves either leg, so four of them make all pairs; no two have blocks or pages of one size. `make test`
+Every engine serves either leg, so four of them make all pairs, over blocks and pages of different sizes. `make test`
 hands one batch of prompts over each pair, and damages one hand-off; the whole engine suite over each pair, and all
 that only real KV can show, is for `make test-nightly`.
 """
@@ -41,12 +41,12 @@ from tests.harness.limits import HANG_S
 BFLOAT16_TOLERANCE = 0.25
 """Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
-    "sglang-1-to-sglang-64",
+    "sglang-32-to-sglang-64",
     "vllm-32-to-vllm-128",
-    "vllm-128-to-sglang-1",
-    "sglang-1-to-vllm-128",
+    "vllm-128-to-sglang-32",
+    "sglang-32-to-vllm-128",
 )
-"""Engines, each with its block or page size in tokens."""
+"""Engines, each with its block or page size in tokens. All have KV pools; those with pages of one token have none."""
 POOL = {"kv_pool_bytes": 1 << 26}
 STAGED = (
     "vllm-staged-32-to-vllm-staged-128",
@@ -92,13 +92,13 @@ async def test_a_constraint_holds_and_an_answer_continues_within_it(pair: Pair, 
     await pair.settled()
 
 
-@over("vllm-128-to-sglang-1", "sglang-1-to-vllm-128")
+@over("vllm-128-to-sglang-32", "sglang-32-to-vllm-128")
 async def test_a_forced_call_is_valid_and_continues_exactly(pair: Pair, engines: Engines) -> None:
     await check_forced_calls(pair, engines, FormatName.HERMES)
     await pair.settled()
 
 
-@over("vllm-128-to-sglang-1", "sglang-1-to-vllm-128")
+@over("vllm-128-to-sglang-32", "sglang-32-to-vllm-128")
 async def test_neither_engine_tells_a_tenant_of_anothers_prompts(pair: Pair) -> None:
     await RealEngineSuite().test_a_salt_keeps_tenants_apart(pair)
 

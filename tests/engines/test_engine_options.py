@@ -25,6 +25,7 @@ from baton.engines.options import (
     Dialect,
     KvPath,
     choose_handoff,
+    choose_pool,
     engine_arguments,
     engine_environment,
     local_model,
@@ -37,6 +38,7 @@ from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
 from baton.messages.index import Tier
 from baton.messages.workers import Role
+from baton.pool.memory import available_bytes
 from baton.worker.settings import WorkerSettings, create_engine
 from tests.harness.limits import HANG_S
 
@@ -162,6 +164,30 @@ def test_on_a_cpu_kv_is_handed_off_unless_the_user_says_no() -> None:
         assert chosen_path(role, Device.CPU, kv_path="direct") is KvPath.DIRECT
 
 
+def test_a_pool_takes_its_share_of_free_memory_where_no_size_is_given() -> None:
+    sizes = [split_options({"kv_pool_bytes": "auto", "kv_pool_workers": workers}, DIALECT)[0] for workers in (0, 1000)]
+    assert all(own.kv_pool_auto for own in sizes)
+    # Half the quarter, since what is free changes meanwhile.
+    assert available_bytes() / 8 / 1000 < sizes[1].kv_pool_bytes < sizes[0].kv_pool_bytes <= 4 << 30
+    assert not split_options({"kv_pool_bytes": 9}, DIALECT)[0].kv_pool_auto
+
+
+def test_an_engine_that_hands_nothing_off_has_no_pool(caplog: pytest.LogCaptureFixture) -> None:
+    file = {"kv_file": "/kv", "kv_file_bytes": 9}
+    own, _ = split_options({"kv_pool_bytes": "auto"} | file, DIALECT)
+    assert choose_pool(own, KvPath.DIRECT) is own
+    without = choose_pool(own, None)
+    assert (without.kv_pool_bytes, without.kv_file, without.kv_file_bytes) == (0, "", 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "this engine runs without a KV pool: that needs an engine that hands off KV (on a GPU: kv_path=staged)"
+    ]
+    own, _ = split_options({"kv_pool_bytes": 9}, DIALECT)
+    with pytest.raises(ConfigurationError, match="kv_pool_bytes needs an engine that hands off"):
+        choose_pool(own, None)
+    own, _ = split_options({}, DIALECT)
+    assert choose_pool(own, None) is own
+
+
 def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
     check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
     with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
@@ -198,6 +224,8 @@ def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:
         {"kv_path": "fast"},
         {"kv_staging_tokens": -1},
         {"kv_pool_bytes": -1},
+        {"kv_pool_bytes": "much"},
+        {"kv_pool_workers": -1},
         {"kv_file_bytes": "much"},
         {"kv_file": 1},
     ],

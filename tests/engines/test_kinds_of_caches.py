@@ -43,7 +43,9 @@ REFUSED = {
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
-engines = engines_fixture()
+# As `baton up` starts them: with a pool where they can have one.
+POOL = {"kv_pool_bytes": "auto", "kv_pool_workers": 64}
+engines = engines_fixture(vllm=POOL, sglang=POOL)
 
 
 @pytest.mark.parametrize("names", HANDED_OFF)

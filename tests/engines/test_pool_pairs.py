@@ -10,7 +10,7 @@ import signal
 import pytest
 from cross_engines import Engines, RealEngineSuite, engines_fixture, named_pair
 from struck_handoffs import check_struck_handoff
-from struck_lenders import check_struck
+from struck_lenders import DEADLINE_S, SLACK_S, check_prefill_killed_after_it_lent, struck_delay_s
 
 from baton.engines.engine import Leg
 from tests.contract.lending_suite import LendingSuite
@@ -46,8 +46,16 @@ async def test_a_struck_engine_changes_no_answer(engines: Engines, names: str, l
     print("the struck attempt", await check_struck_handoff(engines, (source, sink), leg, how))
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [None, signal.SIGSTOP, signal.SIGKILL], ids=["evicts", "stopped", "killed"])
 @pytest.mark.parametrize("names", PAIRS)
-async def test_a_struck_lender_changes_no_answer(engines: Engines, names: str, how: signal.Signals) -> None:
+async def test_a_struck_lender_changes_no_answer_and_costs_the_deadline_at_most(
+    engines: Engines, names: str, how: signal.Signals | None
+) -> None:
     lender, borrower = names.split("-to-")
-    await check_struck(engines, (lender, borrower), how)
+    assert await struck_delay_s(engines, (lender, borrower), how) <= DEADLINE_S + SLACK_S
+
+
+@pytest.mark.parametrize("names", PAIRS)
+async def test_decode_goes_on_from_what_a_killed_prefill_had_lent(engines: Engines, names: str) -> None:
+    prefill, decode = names.split("-to-")
+    await check_prefill_killed_after_it_lent(engines, (prefill, decode))

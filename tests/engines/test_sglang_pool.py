@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import pytest_asyncio
 from cross_engines import Engines, Running, engines_fixture, make_pair, nightly
-from struck_lenders import check_struck
+from struck_lenders import struck_delay_s
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
 from baton.messages.attempts import Sampling
@@ -170,21 +170,22 @@ async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sgla
     [
         ("vllm-32", "sglang-32"),
         ("sglang-32", "vllm-32"),
+        ("sglang-32", "sglang-64"),
         pytest.param(("vllm-32", "sglang-32x2"), marks=pytest.mark.nightly),
         pytest.param(("sglang-32x2", "sglang-64x2"), marks=pytest.mark.nightly),
         pytest.param(("sglang-64x2", "vllm-32"), marks=pytest.mark.nightly),
     ],
     ids="-to-".join,
 )
-async def test_a_prefix_that_only_the_other_engine_computed_is_borrowed(
-    engines: Engines, names: tuple[str, str]
-) -> None:
+async def test_a_prefix_that_only_another_engine_computed_is_borrowed(engines: Engines, names: tuple[str, str]) -> None:
     await check_borrowed(await make_pair(engines, *names), "from the other engine")
 
 
-@pytest.mark.parametrize("names", [("vllm-32", "sglang-32"), ("sglang-32", "vllm-32")], ids="-to-".join)
+@pytest.mark.parametrize(
+    "names", [("vllm-32", "sglang-32"), ("sglang-32", "vllm-32"), ("sglang-32", "sglang-64")], ids="-to-".join
+)
 async def test_a_lender_that_stops_changes_no_answer(engines: Engines, names: tuple[str, str]) -> None:
-    await check_struck(engines, names, signal.SIGSTOP)
+    await struck_delay_s(engines, names, signal.SIGSTOP)
 
 
 @pytest.mark.nightly

@@ -8,11 +8,12 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
-from engine_process import EngineError, EngineProcess, until
+from engine_process import Answer, EngineError, EngineProcess, until
 
 from baton.blocks import hash_blocks, root_key
 from baton.messages.index import Tier
@@ -192,6 +193,26 @@ def test_an_aborted_promotion_leaves_nothing(engine: PoolEngine) -> None:
     assert pool_of(engine)["pinned"] == 0
 
 
+@pytest.mark.nightly
+def test_after_random_requests_all_of_the_engines_blocks_can_be_had(engine: PoolEngine) -> None:
+    random = Random(18)
+    for _ in range(100):
+        answers: list[Answer] = []
+        names = [f"request-{next(NUMBERS)}" for _ in range(4)]
+        for name in names:
+            tokens = prompt(random.randint(40, 900), 200 + random.randrange(12))
+            sampling = greedy(random.randint(1, 60))
+            answers.append(engine.process.send("generate", request=name, leg="whole", tokens=tokens, sampling=sampling))
+        engine.process.ask("abort", request=random.choice(names))
+        for answer in answers:
+            answer.wait()
+    engine.saved()
+    assert pool_of(engine)["pinned"] == 0
+    before = engine.load()["preemptions"]
+    engine.ask(prompt(1980, 300), 1)
+    assert engine.load()["preemptions"] == before
+
+
 def follows_events(engine: PoolEngine) -> ShadowMap:
     """Wait until a shadow map of the engine's events has as many blocks in the pool as that has."""
     digest = engine.process.facts["model_digest"]
@@ -239,7 +260,7 @@ def test_two_ranks_save_and_promote_together(tiny_model: Path, tmp_path_factory:
 
 @pytest.mark.nightly
 def test_without_memory_for_the_pool_the_engine_serves_without_it(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with started(tiny_model, tmp_path_factory.mktemp("gate-refused"), kv_pool_bytes=1 << 45) as engine:
         tokens = prompt(200, 70)
@@ -247,6 +268,7 @@ def test_without_memory_for_the_pool_the_engine_serves_without_it(
         engine.forget()
         assert engine.ask(tokens).tokens == first.tokens
         assert pool_of(engine)["slots"] == 0
+    assert "this engine runs without a KV pool: memory for a KV pool of" in capfd.readouterr().err
 
 
 @pytest.mark.nightly
@@ -376,10 +398,11 @@ def test_a_pool_lends_half_of_its_slots_at_most(engine: PoolEngine, source: Pool
 def test_prefill_killed_during_a_hand_off_leaves_a_prefix_to_continue_from(
     engine: PoolEngine, source: PoolEngine
 ) -> None:
-    """Runs last: it kills the source. What the pool holds is used again, and the rest is computed."""
+    """Runs last: it kills the source. What it has computed is in decode's pool, and only the rest is computed."""
     tokens, salt = prompt(900, 90), "killed"
     expected = engine.ask(tokens, cache_salt="undisturbed").tokens
-    engine.ask(tokens[:500], 1, cache_salt=salt)
+    assert handed_over(source, engine, tokens[:500], cache_salt=salt).computed == 1
+    source.process.settled()
     engine.forget()
     (source.process.gate / "hold").write_text('{"layer": 2, "pass": 0}')
     name = f"request-{next(NUMBERS)}"

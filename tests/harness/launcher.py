@@ -51,7 +51,8 @@ class Launcher:
 
 def up_command(folder: Path, port: int, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--port", str(port)]
-    return [*command, "--folder", str(folder), *flags]
+    # Memory is reserved for each worker's pool, which takes time in every test.
+    return [*command, "--folder", str(folder), "--kv-pool-bytes", "0", *flags]
 
 
 @contextmanager

@@ -84,11 +84,11 @@ class Lending:
         worker = raw.headers["x-baton-prefill" if mode == "always" else "x-baton-decode"]
         return Said(raw.headers["x-request-id"], text, worker, usage.prompt_tokens, cached_tokens or 0, ttft_s)
 
-    async def computed(self, prompt: str) -> Said:
+    async def computed(self, prompt: str, *, mode: str = "never") -> Said:
         """Have some worker compute a prompt, and wait until its pool has it and the index could know."""
         beats = self.cluster.observer.heartbeats
         before = {name: await self.figures(name) for name in beats}
-        said = await self.ask(prompt)
+        said = await self.ask(prompt, mode=mode)
         was, block_tokens = before[said.worker], beats[said.worker].engine_block_tokens
         async with asyncio.timeout(HANG_S):
             while True:

@@ -43,6 +43,7 @@ def test_workers_read_what_was_prepared(folder: Path, engine: str) -> None:
     assert (settings.model_name, settings.engine, settings.device) == ("tiny", engine, "cpu")
     assert (Path(settings.model) / "config.json").is_file()
     defaults = engine_defaults(engine, device="cpu", tiny=True, workers_per_gpu=1)
+    defaults |= {"kv_pool_bytes": "auto", "kv_pool_workers": 2}
     named = {key: value for key, value in NAMED.items() if value is not None}
     assert settings.engine_options == json.loads(json.dumps(defaults | named))
 

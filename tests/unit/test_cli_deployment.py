@@ -36,7 +36,6 @@ from baton.devices.survey import Host, Survey
 from baton.engines.options import KvPath
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
-from baton.pool.memory import available_bytes
 from baton.processes.child import Program, describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 from tests.harness.limits import HANG_S
@@ -200,7 +199,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
         ({"prefill": -1}, "PREFILL=0 or more"),
         ({"prefill": 0, "disaggregation": Disaggregation.ALWAYS}, "DISAGGREGATION=auto"),
         ({"prefill": 100, "decode": 29}, "129 workers are too many"),
-        ({"kv_file_bytes": 1 << 30}, "it needs KV_POOL_BYTES"),
+        ({"kv_pool_bytes": 0, "kv_file_bytes": 1 << 30}, "it needs KV_POOL_BYTES"),
         ({"kv_file_bytes": -1}, "KV_FILE_BYTES=-1"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
@@ -506,19 +505,18 @@ def test_a_folder_that_cannot_be_made_is_named(
     assert "--folder" in said
 
 
-def test_the_kv_pool_is_off_unless_its_size_is_given(tmp_path: Path) -> None:
-    def pool_bytes(**changes: object) -> object:
+def test_each_worker_has_its_share_of_memory_for_a_kv_pool_unless_a_size_is_given(tmp_path: Path) -> None:
+    def pool(**changes: object) -> tuple[object, object]:
         deployment = make_deployment(tmp_path, device="cpu", **changes)
         program = next(program for program in all_programs(deployment) if program.name == "decode-0")
-        return json.loads(flags(program)["--engine-options"]).get("kv_pool_bytes")
+        options = json.loads(flags(program)["--engine-options"])
+        return options.get("kv_pool_bytes"), options.get("kv_pool_workers")
 
-    assert pool_bytes() is None
-    assert pool_bytes(kv_pool_bytes=1 << 30) == 1 << 30
-    assert pool_bytes(kv_pool_bytes=1 << 30, engine_options={"kv_pool_bytes": 5}) == 5
-    # A quarter of what is free, which changes meanwhile, divided by two workers.
-    shared = pool_bytes(kv_pool_bytes=None)
-    assert isinstance(shared, int)
-    assert 0 < shared < available_bytes() / 4
+    assert pool() == ("auto", 2)
+    assert pool(prefill=3, decode=4) == ("auto", 7)
+    assert pool(kv_pool_bytes=0) == (None, None)
+    assert pool(kv_pool_bytes=1 << 30) == (1 << 30, None)
+    assert pool(kv_pool_bytes=1 << 30, engine_options={"kv_pool_bytes": 5}) == (5, None)
 
 
 def test_each_worker_has_its_own_file_in_one_folder(tmp_path: Path) -> None:

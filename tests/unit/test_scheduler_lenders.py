@@ -62,6 +62,13 @@ def test_a_prefill_worker_borrows_from_one_that_decodes() -> None:
     assert lender(PrefixMatch({"d": 20}), *beats, mode=Disaggregation.ALWAYS) == ("p", "d")
 
 
+def test_a_prefill_worker_lends_to_a_decode_worker_and_to_another_prefill_worker() -> None:
+    busy, other = (beat(name, Role.PREFILL, prefill_tokens_queued=tokens) for name, tokens in (("p", 5000), ("q", 0)))
+    match = PrefixMatch({"p": 20})
+    assert lender(match, busy, beat("d")) == ("d", "p")
+    assert lender(match, busy, other, beat("d"), mode=Disaggregation.ALWAYS) == ("q", "p")
+
+
 @pytest.mark.parametrize(
     ("match", "busy", "idle"),
     [

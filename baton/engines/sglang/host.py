@@ -29,6 +29,7 @@ from baton.engines.options import (
     KvPath,
     OwnOptions,
     choose_handoff,
+    choose_pool,
     choose_profile,
     engine_arguments,
     engine_environment,
@@ -102,6 +103,7 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
 
             here = Device.CUDA if torch.cuda.is_available() else Device.CPU
         path = choose_handoff(self._own, self._role, here)
+        self._own = choose_pool(self._own, path)
         setup = Setup(
             agent=self._agent if path is not None else None,
             model_digest=self.digest,

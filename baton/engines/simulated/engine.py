@@ -8,6 +8,7 @@ shell around those: it waits, carries out what the scheduler decided, and answer
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +26,7 @@ from baton.engines.engine import (
     Leg,
     TransferFigures,
 )
+from baton.engines.options import KV_POOL_AUTO, auto_pool_bytes
 from baton.engines.simulated.core import EngineCore
 from baton.engines.simulated.kv import KvPool
 from baton.engines.simulated.options import SimulatedOptions, parse_options
@@ -35,6 +37,8 @@ from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed
 from baton.messages.attempts import Sampling
 from baton.pool.chain import check_block_tokens
 from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent
+
+_log = logging.getLogger(__name__)
 
 ENGINE: Final = "simulated 1"
 
@@ -108,17 +112,27 @@ class SimulatedEngine:
 
     def _open_pool(self, cache: Pool) -> SimulatedPool | None:
         """Return the KV pool; None: there is to be none. Raises ConfigurationError."""
-        if not self._options.kv_pool_bytes:
+        options = self._options
+        asked = options.kv_pool_bytes
+        budget_bytes = auto_pool_bytes(options.kv_pool_workers) if asked == KV_POOL_AUTO else asked
+        if not budget_bytes:
             return None
-        check_block_tokens(self._options.block_tokens)
-        return SimulatedPool(
-            cache,
-            self._options,
-            agent=self._agent_options,
-            make_agent=self._make_agent,
-            make_file=self._make_file,
-            clock=self._clock,
-        )
+        try:
+            check_block_tokens(options.block_tokens)
+            return SimulatedPool(
+                cache,
+                budget_bytes,
+                options,
+                agent=self._agent_options,
+                make_agent=self._make_agent,
+                make_file=self._make_file,
+                clock=self._clock,
+            )
+        except ConfigurationError as refusal:
+            if asked != KV_POOL_AUTO:
+                raise
+            _log.warning("this engine runs without a KV pool: %s", refusal)
+            return None
 
     async def check_health(self) -> None:
         self._alive()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -41,8 +41,10 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Share of contexts after which the end of the sequence is the most likely token."""
     parameters: Annotated[dict[ParameterName, tuple[object, ...] | None], Meta(max_length=PARAMETERS_MAX)] = {}
     """Extension parameters that the engine accepts and ignores: name → accepted values; null: any."""
-    kv_pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_pool_bytes: Annotated[int, Meta(ge=0)] | Literal["auto"] = 0
     """Size of the KV pool (`docs/kv-pool.md`); 0: none."""
+    kv_pool_workers: Count = 1
+    """Workers that share this host's memory where the size is `auto`."""
     kv_file: str = ""
     """Path of the file under it; empty: none."""
     kv_file_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -82,7 +84,7 @@ def parse_options(options: Mapping[str, object]) -> SimulatedOptions:
         parsed = msgspec.convert(dict(options), type=SimulatedOptions)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"an option of the simulated engine is malformed: {error}") from error
-    check_kv_file(parsed.kv_file, parsed.kv_file_bytes, parsed.kv_pool_bytes)
+    check_kv_file(parsed.kv_file, parsed.kv_file_bytes, bool(parsed.kv_pool_bytes))
     if parsed.kv_bytes_per_token % (parsed.layers * WORD_BYTES):
         raise ConfigurationError(
             f"kv_bytes_per_token = {parsed.kv_bytes_per_token} is no multiple of {WORD_BYTES} bytes × "

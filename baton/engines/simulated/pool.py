@@ -45,6 +45,7 @@ class SimulatedPool:
     def __init__(
         self,
         cache: Pool,
+        budget_bytes: int,
         options: SimulatedOptions,
         *,
         agent: AgentOptions,
@@ -53,7 +54,7 @@ class SimulatedPool:
         clock: Clock,
     ) -> None:
         """Reserve the pool beside the engine's `cache`. Raises ConfigurationError if there is no memory for it."""
-        memory = KvPool(cache, options.kv_pool_bytes)
+        memory = KvPool(cache, budget_bytes)
         self.report = PoolReport()
         self._block_tokens = cache.block_tokens
         self._copier = ThreadCopier(memory)

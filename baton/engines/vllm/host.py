@@ -15,6 +15,7 @@ from baton.engines.options import (
     KvPath,
     OwnOptions,
     choose_handoff,
+    choose_pool,
     choose_profile,
     engine_arguments,
     engine_environment,
@@ -71,11 +72,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             path = choose_handoff(self._own, self._role, here)
             if path is not None:
                 check_handoff(arguments)
-            if self._own.kv_pool_bytes and path is None:
-                raise ConfigurationError(
-                    "engine option kv_pool_bytes needs an engine that hands off KV (on a GPU: kv_path=staged or ipc)",
-                    param="kv_pool_bytes",
-                )
+            self._own = choose_pool(self._own, path)
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
                 structured = StructuredOutputsConfig(
