@@ -561,7 +561,7 @@ async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> Non
     assert (transfer.peer, transfer.backend, transfer.samples) == ("p0", "shm", 1)
     assert transfer.bytes_per_s == pytest.approx(2 << 20, rel=0.1)
     assert beat.step_tokens_max == FACTS.step_tokens_max
-    assert beat.events_sequence == 3
+    assert beat.events_sequence == beat.held_sequence > 0
 
 
 async def test_heartbeats_say_whether_the_engine_has_work_and_does_it(decode: World) -> None:
