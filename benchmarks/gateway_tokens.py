@@ -45,8 +45,9 @@ POLL_S: Final = 0.02
 READY_S: Final = 180.0
 ROUND_S: Final = 300.0
 WORDS: Final = 20
+EVENT_END: Final = b"\n\n"
 FLOOR: Final = "asgi"
-FLOOR_WORD: Final = b'" word"'
+FLOOR_WORD: Final = b" word"
 STEPS: Final = StepFit(
     prompt_step_s=0.0, prompt_token_s=0.0, prompt_pair_s=0.0, decode_step_s=0.005, sequence_s=0.0, kv_s=0.0
 )
@@ -71,16 +72,21 @@ class Clients:
 
     def __init__(self, word: bytes) -> None:
         self._word = word
+        self.begun = 0
         self.words = 0
         self.events = 0
         self.ended = 0
         self._changed = asyncio.Event()
 
-    def note(self, data: bytes) -> None:
-        self.words += data.count(self._word)
-        self.events += data.count(EVENT)
-        self.ended += data.endswith(LAST_CHUNK)
+    def note(self, events: bytes, *, begun: bool, ended: bool) -> bool:
+        """Count whole events of a stream that had tokens before if `begun`; return whether it has now."""
+        words = events.count(self._word)
+        self.words += words
+        self.events += events.count(EVENT)
+        self.begun += words > 0 and not begun
+        self.ended += ended
         self._changed.set()
+        return begun or words > 0
 
     async def wait(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -92,13 +98,17 @@ class Client(asyncio.Protocol):
     def __init__(self, clients: Clients, request: bytes) -> None:
         self._clients = clients
         self._request = request
+        self._begun = False
+        self._rest = b""
+        """Bytes after the last whole event: a read may end anywhere."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.WriteTransport", transport)
         self.transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self._clients.note(data)
+        events, _, self._rest = (self._rest + data).rpartition(EVENT_END)
+        self._begun = self._clients.note(events, begun=self._begun, ended=self._rest.endswith(LAST_CHUNK))
 
 
 class Script:
@@ -209,7 +219,7 @@ async def measure(
             if script is not None:
                 await script.begin(streams)
                 steps = asyncio.create_task(_steps(script, case, shape, clients))
-            await clients.wait(lambda: clients.words >= streams)
+            await clients.wait(lambda: clients.begun == streams)
             pids = family([contender.pid])
             before, words, events, began_s = threads(pids), clients.words, clients.events, time.monotonic()
             await clients.wait(lambda: clients.words >= streams * (shape.tokens - case.tokens_per_frame))
@@ -274,11 +284,11 @@ async def wait_ready(port: int, path: str) -> None:
 
 
 def token_of(tokenizer: Tokenizer) -> tuple[int, bytes]:
-    """Return a token of letters, and how its text looks in an event."""
+    """Return a token of letters, and its text; an event may have the text of several tokens."""
     for token in range(tokenizer.get_vocab_size() - 1, 0, -1):
         text = tokenizer.decode([token])
         if len(text) > 2 and text.strip().isascii() and text.strip().isalpha():
-            return token, f'"{text}"'.encode()
+            return token, text.encode()
     raise AssertionError("the tokenizer has no such token")
 
 
@@ -300,7 +310,8 @@ async def run(folder: Path, against: str, rounds: int, shape: Shape) -> dict[tup
         for name, python in {"baton": sys.executable, "against": against}.items():
             if python:
                 port = free_port()
-                flags = ("--nats-url", nats.url, "--port", str(port))
+                # The script knows one attempt of each request, so none may fail while the machine is busy.
+                flags = ("--nats-url", nats.url, "--port", str(port), "--accept-s", str(READY_S))
                 pid = stack.enter_context(program((python, "-m", "baton_gateway", *flags), folder / name, path))
                 await wait_ready(port, "/ready")
                 contenders[name] = Contender(port, pid)
