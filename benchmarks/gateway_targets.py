@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.gateway import TOKENS
-from benchmarks.gateway_page import BATON, FLOOR, OPEN_LOOP, PACED, PAGE, SATURATED, SHORT, STREAMING, digits
+from benchmarks.gateway_page import BATON, FLOOR, OPEN_LOOP, PACED, PAGE, SATURATED, SHORT, digits
 from benchmarks.report import RESULTS, Row
 
 BEGIN: Final = "<!-- the targets: python -m benchmarks.gateway_targets -->\n"
@@ -113,16 +113,16 @@ TARGETS: Final = (
         at_most=1,
     ),
     Target(
-        "≥ 100,000 tokens/s, saturated",
-        "gateway",
-        lambda results: results.gateway(STREAMING, "tokens_per_s"),
+        "≥ 100,000 tokens/s of the gateway's core, saturated",
+        "gateway_tokens",
+        lambda results: results.value("gateway_tokens", "saturated: tokens per second of one core"),
         "tokens/s",
         at_least=100_000,
     ),
     Target(
-        "one event per token, 64 paced streams (met from 0.97)",
-        "gateway",
-        lambda results: results.gateway(PACED, "events_per_token", PACED_BATON),
+        "one event per token, also where a frame has two (met from 0.97)",
+        "gateway_tokens",
+        lambda results: results.value("gateway_tokens", "saturated, 2 tokens per frame: events per token"),
         "",
         at_least=0.97,
     ),

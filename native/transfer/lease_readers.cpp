@@ -190,7 +190,8 @@ void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::
   const auto reader = readers_.find({connection, frame.pull});
   if (reader == readers_.end()) return;  // `Ended` is on its way.
   reader->second.keep_alive_s = now_s;
-  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end()) claim(now_s, reader->second.ask.key, lease->second);
+  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end())
+    claim(now_s, reader->second.ask.key, lease->second);
   out_.send(connection, frames::KeepAliveAnswer{frame.pull});
 }
 

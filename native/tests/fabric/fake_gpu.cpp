@@ -85,7 +85,8 @@ struct BatonGpu {
     World& world = World::get();
     std::unique_lock held(lock);
     while (!closing) {
-      while (!writes.empty() && world.control->hold_streams == 0 && Streams::get().has_done(writes.front().after_work)) {
+      while (!writes.empty() && world.control->hold_streams == 0 &&
+             Streams::get().has_done(writes.front().after_work)) {
         world.word(writes.front().address) = writes.front().value;
         writes.pop_front();
       }
