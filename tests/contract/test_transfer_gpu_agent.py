@@ -118,7 +118,7 @@ def test_a_handle_that_cannot_be_opened_is_a_fallback_by_name_and_is_tried_again
 
 @pytest.mark.parametrize("stream", [None, STREAM])
 def test_memory_that_cannot_be_exported_is_staged(make: MakeGpu, gpu: FakeGpu, stream: int | None) -> None:
-    """As that of PyTorch's expandable segments."""
+    """Memory of the kind of PyTorch's expandable segments."""
     gpu.set(no_share=1)
     source = make(stream=stream)
     gpu.set(no_share=0)

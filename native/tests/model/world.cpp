@@ -15,7 +15,7 @@ std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
 }
 
 const char* name_of(ReportKind kind) {
-  static constexpr const char* kNames[] = {"progress", "done", "failed", "released", "ended"};
+  static constexpr const char* kNames[] = {"progress", "done", "failed", "asked", "released", "ended"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 const char* name_of(Cause cause) {
