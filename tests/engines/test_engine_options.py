@@ -179,7 +179,7 @@ def test_an_engine_that_hands_nothing_off_has_no_pool(caplog: pytest.LogCaptureF
     without = choose_pool(own, None)
     assert (without.kv_pool_bytes, without.kv_file, without.kv_file_bytes) == (0, "", 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "this engine runs without a KV pool: that needs an engine that hands off KV (on a GPU: kv_path=staged)"
+        "this engine runs without a KV pool: that needs an engine that hands off KV (on a GPU: kv_path=staged or ipc)"
     ]
     own, _ = split_options({"kv_pool_bytes": 9}, DIALECT)
     with pytest.raises(ConfigurationError, match="kv_pool_bytes needs an engine that hands off"):
