@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.errors import TransferFailed
+from baton.pool.agent_events import AgentEvents
 from baton.pool.gpu_offers import Offers, Way
 from baton.pool.gpu_pulls import Pull, Pulls, join_endpoint
 from baton.pool.memory import KvPool
@@ -69,15 +70,13 @@ class GpuAgent:
         self._stream = stream
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._events: list[TransferEvent] = []
+        self._events = AgentEvents()
         self._due: deque[Callable[[], None]] = deque()
         """Steps that the thread takes next; appended to by any thread, without the lock."""
-        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for descriptor in (self._readable, self._wake):
-            weakref.finalize(self, os.close, descriptor)
-        self._offers = Offers(direct, staged, stream, self._tell)
-        self._pulls = Pulls(direct, staged, host, self._tell, now_s)
+        weakref.finalize(self, os.close, self._wake)
+        self._offers = Offers(direct, staged, stream, self._events.tell)
+        self._pulls = Pulls(direct, staged, host, self._events.tell, now_s)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-gpu-agent", daemon=True)
 
@@ -95,14 +94,11 @@ class GpuAgent:
         self._thread.start()
 
     def fileno(self) -> int:
-        return self._readable
+        return self._events.fileno()
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
-            events, self._events = self._events, []
-            if events:
-                os.eventfd_read(self._readable)
-            return events
+            return self._events.take()
 
     # Source.
 
@@ -127,10 +123,7 @@ class GpuAgent:
     def revoke_lease(self, key: bytes, *, final: bool) -> None:
         with self._lock:
             self._offers.revoke(key, final=final)
-            # What was told of the revoked generation must not free the next one's blocks.
-            self._events = [
-                event for event in self._events if event.key != key or event.kind is not EventKind.LEASE_STAGED
-            ]
+            self._events.forget_staged(key)
 
     # Sink.
 
@@ -199,12 +192,6 @@ class GpuAgent:
         self._staged.close()
         with self._lock:
             self._take_news()
-
-    # All that follows runs under the lock.
-
-    def _tell(self, event: TransferEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._readable, 1)
 
     # The thread.
 

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Final
 
 from baton.errors import ConfigurationError, MalformedMessage, TransferFailed
+from baton.pool.agent_events import AgentEvents
 from baton.pool.block_copies import BlockCopies
 from baton.pool.memory import KvPool
 from baton.pool.slot_queue import SlotQueue
@@ -87,11 +88,9 @@ class StagedAgent:
         self._stream = stream
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._events: list[TransferEvent] = []
-        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events = AgentEvents()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for descriptor in (self._readable, self._wake):
-            weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, self._wake)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-staging", daemon=True)
 
@@ -116,7 +115,7 @@ class StagedAgent:
         self._block_copies = BlockCopies(self._copies, pool, self.memory.pool)
         self._first = pool.layer_addresses[0]
         queue: SlotQueue[Flow] = SlotQueue(cells)
-        self._staging = Staging(pool, layers, queue, self._block_copies, self._tell)
+        self._staging = Staging(pool, layers, queue, self._block_copies, self._events.tell)
         self._leases = StagedLeases(self._agent, self._staging, self._stream, self._lease_ends, on_ask=self._on_ask)
         self.copier = StagedCopier(self._lock, self._block_copies, cells, self._leases.get, self._stream)
         self._pulls = StagedPulls(self._agent, self._staging, self.copier.pulled, self._now_s)
@@ -153,14 +152,11 @@ class StagedAgent:
         return memory
 
     def fileno(self) -> int:
-        return self._readable
+        return self._events.fileno()
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
-            events, self._events = self._events, []
-            if events:
-                os.eventfd_read(self._readable)
-            return events
+            return self._events.take()
 
     # Source.
 
@@ -190,9 +186,7 @@ class StagedAgent:
         """See `TransferAgent`. Copies that still read the blocks fill slots which no peer is told of."""
         with self._lock:
             self._agent.revoke_lease(key, final=final)
-            self._events = [
-                event for event in self._events if event.key != key or event.kind is not EventKind.LEASE_STAGED
-            ]
+            self._events.forget_staged(key)
             self._leases.leave(key)
 
     # Sink.
@@ -257,10 +251,6 @@ class StagedAgent:
     def _lease_ends(self, lease: StagedLease) -> None:
         self.copier.lease_ends(lease)
 
-    def _tell(self, event: TransferEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._readable, 1)
-
     # The thread.
 
     def _run(self) -> None:
@@ -289,15 +279,15 @@ class StagedAgent:
         match event.kind:
             case EventKind.PULL_PROGRESS | EventKind.PULL_DONE | EventKind.PULL_FAILED:
                 if not self._pulls.take(event):
-                    self._tell(event)
+                    self._events.tell(event)
             # A lease's end that follows from a revocation has ended it here already.
             case EventKind.LEASE_RELEASED | EventKind.LEASE_ENDED if event.cause is not Cause.REVOKED:
                 if self._leases.reads(event.key):
                     self._leases.leave(event.key, event)
                 else:
-                    self._tell(event)
+                    self._events.tell(event)
             case EventKind.LEASE_ASKED:
                 self._leases.asked(event.key)
-                self._tell(event)
+                self._events.tell(event)
             case _:
-                self._tell(event)
+                self._events.tell(event)
