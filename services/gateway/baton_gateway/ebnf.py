@@ -14,7 +14,7 @@ from typing import Final
 REPETITIONS_MAX: Final = 1000
 """Bound on the product of counts within one another, over all rules; a single count is as high as it likes.
 
-With 8,000 tokens three counts of 100 within one another take 2 s a step, and three of 20 take 1 s.
+Three counts of 20 within one another, 8,000, took about 1 s a step with 8,000 tokens (decision 0034).
 """
 _TOKEN: Final = re.compile(
     r"""\#[^\n]* | (?P<literal>"(?:\\.|[^"\\\n])*(?:"|\n|$) | \[(?:\\.|[^\]\\])*(?:\]|$))
