@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from gate import read_order
+
 from baton.connectors.vllm import BatonConnector
 
 HOLD_TIMEOUT_S = 30.0
@@ -21,7 +23,7 @@ class GatedConnector(BatonConnector):
         super().wait_for_layer_load(layer_name)
         gate = Path(os.environ["BATON_TEST_GATE"])
         hold = gate / "hold"
-        if not (text := _read(hold)):
+        if not (text := read_order(hold)):
             self._passed = 0
             return
         order = json.loads(text)
@@ -32,13 +34,5 @@ class GatedConnector(BatonConnector):
             return
         (gate / "held").touch()
         deadline_s = time.monotonic() + HOLD_TIMEOUT_S
-        while _read(hold) == text and time.monotonic() < deadline_s:
+        while read_order(hold) == text and time.monotonic() < deadline_s:
             time.sleep(0.005)
-
-
-def _read(hold: Path) -> str:
-    """Return what a test asks for; empty if nothing, as when it takes that back at this moment."""
-    try:
-        return hold.read_text()
-    except FileNotFoundError:
-        return ""

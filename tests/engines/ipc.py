@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gate import read_order
 from staged import StagedConnector
 
 from baton.transfer import AgentOptions, NativeAgent, Pool
@@ -37,7 +38,7 @@ class DeviceAgent(NativeAgent):
         super().set_pool(replace(pool, device=0))
 
     def post_ready_after(self, key: bytes, generation: int, layer: int, tokens: int, *, stream: int) -> None:
-        if self._fault.exists() and self._fault.read_text() == "early":
+        if read_order(self._fault) == "early":
             self.post_ready(key, generation, layer, tokens)
         else:
             super().post_ready_after(key, generation, layer, tokens, stream=stream)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from gate import read_order
+
 from baton.transfer.device import Copy, CopyEnded, CopyEngine, cuda_copies
 
 STREAM: Final = 7
@@ -97,11 +99,11 @@ class StandIn:
 
     @property
     def fault(self) -> str:
-        return self._read("fault")
+        return read_order(self._gate / "fault")
 
     @property
     def mode(self) -> str:
-        return self._read("mode")
+        return read_order(self._gate / "mode")
 
     def wrote(self, tensor: Any) -> None:
         """Say that the engine's stream writes a tensor."""
@@ -115,7 +117,3 @@ class StandIn:
         for layer in layers:
             (post if self.fault == "hook" else hook)(layer)
         self.copies.drain()
-
-    def _read(self, name: str) -> str:
-        file = self._gate / name
-        return file.read_text() if file.exists() else ""

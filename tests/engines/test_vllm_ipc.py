@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from engine_pair import Pair, check_several_at_once, prompt, started_pair
 from engine_process import EngineError, until
-from test_vllm_staged import SMALL, Gpu, begun, is_free, saved_blocks
+from test_vllm_staged import SMALL, STAGED, Gpu, begun, is_free, saved_blocks
 
 from tests.contract.fake_library import FakeGpu
 
-IPC: dict[str, Any] = {"connector": "ipc:IpcConnector", "kv_path": "ipc"}
+IPC: dict[str, Any] = {**STAGED, **SMALL["vllm"], "connector": "ipc:IpcConnector", "kv_path": "ipc"}
 PROMPT_TOKENS = 700
 BLOCK_TOKENS = 32
 pytestmark = pytest.mark.nightly
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     os.environ["BATON_TEST_GPU"] = FakeGpu.compiled()
-    with started_pair(tiny_model, tmp_path_factory, **IPC, **SMALL) as pair:
+    with started_pair(tiny_model, tmp_path_factory, **IPC) as pair:
         yield pair
 
 
