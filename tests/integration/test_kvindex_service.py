@@ -78,7 +78,7 @@ async def test_a_lost_event_is_healed_by_a_resync(nats_url: str, redis_url: str,
         await until_held(bus, worker, "xyz", 3)
         await until_held(bus, worker, "abcdefgh", 8)
         assert service.reconciler.counters.resyncs[ResyncReason.GAP] == 1
-        assert worker.queries == 4, "eleven blocks are four pages"
+        assert worker.cursors == {0, 1, 2, 3}, "eleven blocks are four pages"
 
 
 async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:

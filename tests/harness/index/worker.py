@@ -131,6 +131,8 @@ class Worker(Cache):
     answers_queries: bool = True
     silent: bool = False
     queries: int = 0
+    cursors: set[int] = field(default_factory=set[int])
+    """Pages that were asked for."""
     page_blocks: int = 3
     """Pages are cut again for each answer, so a map that changes while it is read must fit into one page."""
 
@@ -157,6 +159,7 @@ class Worker(Cache):
         """Answer with a page of the shadow map."""
         self.queries += 1
         assert isinstance(delivery.message, ShadowQuery)
+        self.cursors.add(delivery.message.cursor)
         if not self.answers_queries:
             return
         await delivery.respond(self.pages(self.page_blocks)[delivery.message.cursor])
