@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from baton.errors import MalformedMessage
 from baton.messages.base import WorkerAddress
-from baton.messages.workers import Goodbye, Role, StepFit, TransferFit
+from baton.messages.workers import Goodbye, PromotionFit, Role, StepFit, TransferFit
 from tests.harness.heartbeats import STEPS, heartbeat
 
 
@@ -202,6 +202,7 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
                     "draining": number == 4,
                     "context_tokens_max": 1024 + number,
                     "model_digest": f"{number % 2}",
+                    "promotion": PromotionFit(bytes_per_s=1e10, samples=1) if number == 3 else None,
                 }
                 generation = 1 + number // 3
                 loads.take(heartbeat(name, generation=generation, running=number, attempts=attempts, **changes), now_s)
@@ -221,6 +222,7 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
             assert team.need_tokens_max == (min(load.kv_tokens_max for load in team.loads) if is_open else -1)
             assert team.every.tolist() == list(range(len(team.loads)))
             assert team.digests == {load.heartbeat.model_digest for load in team.loads}
+            assert team.any_lends == any(load.heartbeat.promotion and load.identity for load in team.loads)
         for load in loads.live(now_s):
             assert all(now_s < min(each.until_s, each.placed_s + 2.0) for each in load.soft.values())
             anew = WorkerLoad(load.heartbeat, load.heard_s)

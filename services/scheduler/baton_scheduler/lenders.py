@@ -64,14 +64,16 @@ def find_lenders(serving: Serving, held: Mapping[str, int], pooled: Mapping[str,
 
     `held`, `pooled`: leading blocks on a worker's device, and in its pool.
     """
+    if not (serving.prefill.any_lends or serving.decode.any_lends):
+        return []
+    teams = serving.prefill, serving.decode
     reach = dict(held)
     for name, blocks in pooled.items():
         reach[name] = max(blocks, reach.get(name, 0))
-    teams = serving.teams.values()
     able: list[tuple[int, WorkerLoad]] = []
     for name, blocks in reach.items():
         load = next((team.loads[team.rows[name]] for team in teams if name in team.rows), None)
-        if load is not None and load.promotion_bytes_per_s and load.ready and load.identity and blocks:
+        if load is not None and load.lends and blocks:
             able.append((blocks, load))
     counts = Counter[str]()
     lenders: list[Lender] = []

@@ -97,12 +97,14 @@ class Loads:
         """Count an attempt on the workers it was placed on, in place of the request's earlier attempts."""
         for worker in self._placed.get(request, ()):
             self._end_soft(worker, request)
-        for worker, each in placed.items():
-            if (load := self._loads.get(worker)) is not None:
-                load.place(request, each)
-                self._team(load).update(load)
-                self._placed[request] = (*self._placed.get(request, ()), worker)
-                heappush(self._soft_ends, (self._soft_end_s(each), worker, request, each.placed_s))
+        workers = tuple(worker for worker in placed if worker in self._loads)
+        if workers:
+            self._placed[request] = workers
+        for worker in workers:
+            load, each = self._loads[worker], placed[worker]
+            load.place(request, each)
+            self._team(load).place(load)
+            heappush(self._soft_ends, (self._soft_end_s(each), worker, request, each.placed_s))
 
     # ------------------------------------------------------------ reading
 
@@ -216,7 +218,7 @@ class Loads:
 
     def _refresh(self, load: WorkerLoad) -> None:
         load.refresh()
-        self._team(load).update(load)
+        self._team(load).place(load)
 
     def _team(self, load: WorkerLoad) -> Team:
         return self._serving[load.heartbeat.model].teams[load.role]

@@ -23,7 +23,7 @@ from baton_scheduler.lenders import find_lenders
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
 from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
-from baton_scheduler.team import Rows, Serving
+from baton_scheduler.team import Rows, Serving, Team
 from baton_scheduler.worker_load import SoftPlacement
 
 
@@ -55,15 +55,15 @@ def choose(
         raise ModelNotFound(f"no live worker serves the model {demand.model}")
     lenders = find_lenders(serving, match.held, match.pooled) if options.loans else ()
     predict = Prediction(demand, match, options.output_headroom_tokens, now_s, lenders)
-    decodes = _admit(Role.DECODE, serving, predict)
+    team = serving.decode
+    decodes = _admit(Role.DECODE, team, predict)
     prefills = np.empty(0, dtype=np.intp)
     if demand.disaggregation is not Disaggregation.NEVER:
         try:
-            prefills = _admit(Role.PREFILL, serving, predict)
+            prefills = _admit(Role.PREFILL, serving.prefill, predict)
         except (NoWorkers, InvalidRequest, ContextLengthExceeded):
             if demand.disaggregation is Disaggregation.ALWAYS:
                 raise
-    team = serving.teams[Role.DECODE]
     room = predict.room(team, decodes, Role.DECODE)
     whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(room)
     question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, room, predict), random=random)
@@ -76,8 +76,8 @@ def choose(
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker: {why}")
     chosen = ranked[0]
     return Placement(
-        decode=_address(serving, Role.DECODE, chosen.decode),
-        prefill=_address(serving, Role.PREFILL, chosen.prefill) if chosen.prefill else None,
+        decode=_address(team, chosen.decode),
+        prefill=_address(serving.prefill, chosen.prefill) if chosen.prefill else None,
         reason=_explain(ranked, demand, misfit),
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
@@ -123,12 +123,12 @@ def soft_placements(
 # ---------------------------------------------------------------- admission
 
 
-def _admit(role: Role, serving: Serving, predict: Prediction) -> Rows:
+def _admit(role: Role, team: Team, predict: Prediction) -> Rows:
     """Return the workers of a role that can take this attempt, now or later.
 
     Raises NoWorkers, InvalidRequest or ContextLengthExceeded where there is none.
     """
-    demand, team = predict.demand, serving.teams[role]
+    demand = predict.demand
     is_any_barred = demand.parameters or demand.refused or demand.exclude
     if not is_any_barred and team.all_take(demand.prompt_tokens, predict.need_tokens(role)):
         return team.every
@@ -164,7 +164,7 @@ def _pools(serving: Serving, prefills: Rows, decodes: Room, predict: Prediction)
     """Return prefill and decode workers of each KV identity: only these can hand over to each other."""
     if not len(prefills):
         return []
-    prefill, decode = serving.teams[Role.PREFILL], decodes.team
+    prefill, decode = serving.prefill, decodes.team
     if prefill.identities == decode.identities and len(decode.identities) == 1:
         if "" in decode.identities:
             return []
@@ -179,8 +179,7 @@ def _pools(serving: Serving, prefills: Rows, decodes: Room, predict: Prediction)
     return pools
 
 
-def _address(serving: Serving, role: Role, worker: str) -> WorkerAddress:
-    team = serving.teams[role]
+def _address(team: Team, worker: str) -> WorkerAddress:
     return team.loads[team.rows[worker]].heartbeat.address
 
 
@@ -190,8 +189,8 @@ def _address(serving: Serving, role: Role, worker: str) -> WorkerAddress:
 def _misfit(serving: Serving, prefills: Rows, decodes: Rows) -> str:
     """Return why prefill and decode workers can never hand over to each other; empty where nothing prevents it."""
     sources, sinks = (
-        {load.identity: load.worker for load in serving.teams[role].at(rows)}
-        for role, rows in ((Role.PREFILL, prefills), (Role.DECODE, decodes))
+        {load.identity: load.worker for load in team.at(rows)}
+        for team, rows in ((serving.prefill, prefills), (serving.decode, decodes))
     )
     for identities in (sources, sinks):
         if set(identities) == {""}:

@@ -25,7 +25,6 @@ from baton.messages.codec import AnyMessage
 from baton.messages.decisions import Verdict
 from baton.messages.index import Match, Matched
 from baton.messages.placement import Place, Placed, Placement
-from baton.messages.workers import Role
 from baton.node.service import Node
 from baton_scheduler.breakers import Breakers, Cause, Pair
 from baton_scheduler.config import SchedulerSettings
@@ -152,7 +151,7 @@ class Placer:
             reason += f"; passed over: {passed_over}"
         wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if placement.predicted.waiting_s > 0 else 0.0
         placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s, scheduler=self._name)
-        team = serving.teams[Role.DECODE]
+        team = serving.decode
         decode = team.loads[team.rows[placement.decode.worker]]
         return Choice(placement, decode.heartbeat.model_digest, self._policy.question)
 

@@ -26,7 +26,6 @@ import numpy as np
 from msgspec.structs import astuple, replace
 
 from baton.blocks import ID_BYTES
-from baton.messages.index import Tier
 from baton.messages.placement import Candidate, Disaggregation, Place
 from baton.messages.workers import Role
 from baton_scheduler.lenders import Borrowing, Lender, borrow
@@ -185,11 +184,16 @@ class Prediction:
         if match.speculative:
             longer = {worker: max(blocks, match.held.get(worker, 0)) for worker, blocks in match.speculative.items()}
             self._blocks = {**match.held, **longer}
-        self._known = {Tier.DEVICE: self._blocks, Tier.POOL: match.pooled, Tier.FILE: match.filed}
-        self._blocks_of: dict[tuple[Role, Tier], Vector] = {}
-        """Blocks that each worker of a role holds, down to a tier."""
+        self._pooled = match.pooled
+        self._filed = match.filed
+        self._blocks_of: dict[tuple[int, int], Vector] = {}
+        """Blocks that each worker of a team holds, down to a tier: by the ids of the team and of what is known."""
         self._output_tokens = min(demand.output_tokens_max, output_headroom_tokens)
-        self._now_s = now_s
+        # Arrays without dimensions: a plain number takes as long to convert as an operation on a vector does.
+        self._now_s = np.array(now_s)
+        self._prompt_tokens = np.array(float(demand.prompt_tokens))
+        self._cached_tokens_max = np.array(demand.prompt_tokens - 1.0)
+        """The last token is always computed, to sample from it."""
 
     def need_tokens(self, role: Role) -> int:
         """Return the tokens for which a worker's ledger reserves KV, before rounding to its blocks."""
@@ -198,14 +202,14 @@ class Prediction:
 
     def room(self, team: Team, rows: Rows, role: Role) -> Room:
         figures = team.figures(rows)
-        cached_tokens = self._cached_tokens(team, rows, figures, role, Tier.DEVICE)
+        cached_tokens = self._cached_tokens(team, rows, figures, self._blocks)
         stored: list[Stored] = []
-        if self._known[Tier.POOL] or self._known[Tier.FILE]:
-            reach = self._cached_tokens(team, rows, figures, role, Tier.POOL)
+        if self._pooled or self._filed:
+            reach = self._cached_tokens(team, rows, figures, self._pooled)
             pooled_tokens = np.maximum(reach - cached_tokens, 0.0)
             stored.append(Stored(pooled_tokens, pooled_tokens * figures.promoted_token_s))
-            if self._known[Tier.FILE]:
-                reach = self._cached_tokens(team, rows, figures, role, Tier.FILE)
+            if self._filed:
+                reach = self._cached_tokens(team, rows, figures, self._filed)
                 filed_tokens = np.maximum(reach - cached_tokens - pooled_tokens, 0.0)
                 fetching_s = stored[0].fetching_s + filed_tokens * figures.filed_token_s
                 stored.append(Stored(pooled_tokens + filed_tokens, fetching_s))
@@ -215,7 +219,7 @@ class Prediction:
         return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens, tuple(stored))
 
     def compute(self, room: Room) -> Computing:
-        figures, prompt_tokens = room.figures, self.demand.prompt_tokens
+        figures, prompt_tokens = room.figures, self._prompt_tokens
         # A prompt enters with the next step: on average, half of the present one is left.
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.half_interval_s)
         prompt_s, own_s = prefill_s(figures, prompt_tokens - room.cached_tokens, prompt_tokens)
@@ -234,7 +238,7 @@ class Prediction:
             # A borrower promotes what its own pool has, too.
             for tokens, fetching_s in room.stored or (Stored(nothing, nothing),):
                 own_tokens = room.cached_tokens + tokens
-                loan = borrow(self._lenders, room.team, room.rows, figures, own_tokens, prompt_tokens)
+                loan = borrow(self._lenders, room.team, room.rows, figures, own_tokens, self.demand.prompt_tokens)
                 pays = (loan.tokens > 0) & (fetching_s + loan.loan_s + loan.rest_s < own_s)
                 if promoted_tokens is not None and promotion_s is not None:
                     promoted_tokens = np.where(pays, tokens, promoted_tokens)
@@ -277,7 +281,7 @@ class Prediction:
             promoted_tokens = np.where(is_faster, tokens, 0.0 if promoted_tokens is None else promoted_tokens)
             saved_s = np.maximum(here_s, saved_s)
         found = _promoting(room, promoted_tokens)
-        missing_bytes = (self.demand.prompt_tokens - found.cached_tokens) * figures.kv_bytes_per_token
+        missing_bytes = (self._prompt_tokens - found.cached_tokens) * figures.kv_bytes_per_token
         cost_s = room.waiting_s + figures.next_interval_s + room.pressure_s
         return Receiving(
             *astuple(found),
@@ -332,25 +336,27 @@ class Prediction:
             cost_s=source.cost_s.item(source_index) + sink.cost_s.item(sink_index) + left_s,
         )
 
-    def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role, tier: Tier) -> Vector:
-        """Return the prompt tokens that workers hold down to a tier, on the device speculative ones included."""
-        if (role, tier) not in self._blocks_of:
-            places, known = team.rows, self._known[tier]
-            counts = {places[worker]: count for worker, count in known.items() if worker in places}
-            held = self._blocks_of[role, tier] = np.zeros(len(team.loads))
-            held[list(counts)] = list(counts.values())
-        blocks = self._blocks_of[role, tier]
+    def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, known: Mapping[str, int]) -> Vector:
+        """Return the prompt tokens of which workers are known to hold the leading blocks."""
+        key = id(team), id(known)
+        blocks = self._blocks_of.get(key)
+        if blocks is None:
+            row_of = team.rows.get
+            blocks = self._blocks_of[key] = np.zeros(len(team.loads))
+            for worker, count in known.items():
+                if (row := row_of(worker)) is not None:
+                    blocks[row] = count
         if rows is not team.every:
             blocks = blocks[rows]
-        # The last token is always computed, to sample from it.
-        return np.minimum(blocks * figures.block_tokens, self.demand.prompt_tokens - 1)
+        return np.minimum(blocks * figures.block_tokens, self._cached_tokens_max)
 
     def _waiting_s(self, figures: Figures, role: Role, shared_tokens: Vector) -> Vector:
         """Return the predicted wait until a worker has room for the attempt: 0 where it has.
 
         Tokens of the prompt that the attempt shares with others take no room.
         """
-        kv = (self.need_tokens(role) - shared_tokens - figures.tokens_free) / figures.kv_tokens_max
+        need_tokens = np.array(float(self.need_tokens(role)))
+        kv = (need_tokens - shared_tokens - figures.tokens_free) / figures.kv_tokens_max
         return WAIT_S * np.maximum(kv, figures.slots_lacking)
 
     def _speculative_tokens(self, load: WorkerLoad, cached_tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +17,37 @@ Vector = NDArray[np.float64]
 
 
 class Figures(NamedTuple):
-    """Attributes of several loads, by which they are judged, as vectors."""
+    """Attributes of several loads, by which they are judged, as vectors: first those that a placement changes."""
 
-    block_tokens: Vector
-    compute_weight: Vector
     computes_until_s: Vector
-    context_tokens_max: Vector
     half_interval_s: Vector
     interval_s: Vector
-    kv_bytes_per_token: Vector
     kv_share: Vector
-    kv_tokens_max: Vector
     next_interval_s: Vector
+    slots_lacking: Vector
+    tokens_free: Vector
+    used_share: Vector
+    block_tokens: Vector
+    compute_weight: Vector
+    context_tokens_max: Vector
+    kv_bytes_per_token: Vector
+    kv_tokens_max: Vector
     pair_s: Vector
     pool_tokens_free: Vector
     promoted_token_s: Vector
     filed_token_s: Vector
     ready: Vector
     shared_share: Vector
-    slots_lacking: Vector
     step_s: Vector
     step_tokens_max: Vector
     token_s: Vector
-    tokens_free: Vector
     bandwidth: Vector
-    used_share: Vector
 
 
+PLACED: Final = Figures._fields.index("block_tokens")
+"""Number of figures that a placement changes."""
 _attributes = attrgetter(*Figures._fields)
+_placed = attrgetter(*Figures._fields[:PLACED])
 
 
 class Team:
@@ -62,6 +65,8 @@ class Team:
         """Prompt tokens and tokens of KV that every worker can take; -1 if one takes no new attempts."""
         self.digests: frozenset[str] = frozenset()
         """Digests of the workers' models."""
+        self.any_lends = False
+        """Whether any worker has a KV pool that can lend."""
         self._table = np.empty((len(Figures._fields), 0))
         self._number()
 
@@ -85,6 +90,10 @@ class Team:
             self._limits[row] = load.limits
             self._renew_limits()
 
+    def place(self, load: WorkerLoad) -> None:
+        """Take over what a placement on a worker has changed."""
+        self._table[:PLACED, self.rows[load.worker]] = _placed(load)
+
     def figures(self, rows: Rows | None = None) -> Figures:
         """Return the figures of these workers, which are in order, or of all."""
         return self._all if rows is None or len(rows) == len(self.loads) else Figures(*self._table[:, rows])
@@ -107,9 +116,10 @@ class Team:
 
     def _renew_limits(self) -> None:
         limits = self._limits
-        self.prompt_tokens_max = min((prompt_tokens_max for prompt_tokens_max, _, _ in limits), default=-1)
-        self.need_tokens_max = min((kv_tokens_max for _, kv_tokens_max, _ in limits), default=-1)
-        self.digests = frozenset(digest for _, _, digest in limits)
+        self.prompt_tokens_max = min((prompt_tokens_max for prompt_tokens_max, *_ in limits), default=-1)
+        self.need_tokens_max = min((kv_tokens_max for _, kv_tokens_max, *_ in limits), default=-1)
+        self.digests = frozenset(digest for _, _, digest, _ in limits)
+        self.any_lends = any(lends for *_, lends in limits)
 
 
 Rows = NDArray[np.intp]
@@ -120,7 +130,8 @@ class Serving:
     """Live workers of one model."""
 
     def __init__(self, loads: Iterable[WorkerLoad] = ()) -> None:
-        self.teams = {role: Team() for role in Role}
+        self.decode, self.prefill = Team(), Team()
+        self.teams = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         for load in loads:
             self.teams[load.role].add(load)
 
@@ -129,12 +140,12 @@ class Serving:
             yield from team.loads
 
     def __bool__(self) -> bool:
-        return bool(self.teams[Role.DECODE].loads or self.teams[Role.PREFILL].loads)
+        return bool(self.decode.loads or self.prefill.loads)
 
     @property
     def digests(self) -> frozenset[str]:
         """Digests of the model: one, except while it is being replaced by a new version of the same name."""
-        return self.teams[Role.DECODE].digests | self.teams[Role.PREFILL].digests
+        return self.decode.digests | self.prefill.digests
 
 
 def _name(load: WorkerLoad) -> str:
@@ -159,10 +170,10 @@ class Rated(Protocol[Number]):
     def interval_s(self) -> Number: ...
 
 
-def prefill_s(rated: Rated[Number], uncached_tokens: Number, prompt_tokens: int) -> tuple[Number, Number]:
+def prefill_s(rated: Rated[Number], uncached_tokens: Number, prompt_tokens: Number | int) -> tuple[Number, Number]:
     """Return the time of computing the last tokens of a prompt, and the same with the sequences in its steps."""
-    cached_tokens = prompt_tokens - uncached_tokens
     steps = -(-uncached_tokens // rated.step_tokens_max)
-    pairs = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
+    # end² − start²
+    pairs = uncached_tokens * (prompt_tokens + (prompt_tokens - uncached_tokens))
     prompt_s = rated.step_s * steps + rated.token_s * uncached_tokens + rated.pair_s * pairs
     return prompt_s, prompt_s + rated.interval_s * steps

@@ -65,6 +65,7 @@ class WorkerLoad:
         "kv_bytes_per_token",
         "kv_share",
         "kv_tokens_max",
+        "lends",
         "limits",
         "next_interval_s",
         "own_bandwidth",
@@ -137,8 +138,11 @@ class WorkerLoad:
         self.shared_share = heartbeat.kv_shared_share
         self.ready = not heartbeat.draining
         prompt_tokens_max = heartbeat.context_tokens_max - 1 if self.ready else -1
-        self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest
-        """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model."""
+        self.lends = self.ready and self.promotion_bytes_per_s > 0 and bool(self.identity)
+        """Whether it has a KV pool that can lend."""
+        self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest, self.lends
+        """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model; and
+        `lends`."""
         if heartbeat.transfers != self._transfers:
             self._transfers = heartbeat.transfers
             self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
