@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -17,6 +18,11 @@ pytest_plugins = ["tests.contract.transfer_fixtures"]
 
 LEFT_OUT: Final = pytest.StashKey[int]()
 """Number of nightly tests that this run leaves out."""
+
+# Packages are installed without bytecode. Where none were written, each process of a service or an engine that a test
+# starts would compile all of its modules again, which is half of an engine's start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Thousands of tests are objects that live as long as the process: collections of garbage would look at all of them,
 # which is half of what each worker needs to begin and to end.

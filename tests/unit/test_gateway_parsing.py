@@ -42,7 +42,20 @@ def test_samples(family: FormatName, sample: Sample) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == sample.calls
     assert (whole.content, whole.reasoning) == (sample.content, sample.reasoning)
     assert parse(form, text, options) == whole, "character by character"
-    for cut in range(1, len(text)):
+    check_cuts(family, sample, range(1, len(text), 7))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "sample"), SAMPLES, ids=[f"{family}-{sample.name}" for family, sample in SAMPLES])
+def test_samples_cut_anywhere(family: FormatName, sample: Sample) -> None:
+    check_cuts(family, sample, range(1, len(sample.text)))
+
+
+def check_cuts(family: FormatName, sample: Sample, cuts: range) -> None:
+    """Check that a text in two pieces, cut at each of these places, is parsed as the whole."""
+    form, text, options = form_of(family), sample.text, options_of(sample)
+    whole = parse(form, [text], options)
+    for cut in cuts:
         assert parse(form, [text[:cut], text[cut:]], options) == whole, f"cut at {cut}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -362,13 +363,18 @@ def _body_reference(kind: type) -> dict[str, Any]:
 
 def _describe_bodies(app: FastAPI) -> None:
     """Add the bodies to the OpenAPI document: they are parsed by hand, so FastAPI does not know them."""
-    document = app.openapi()
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(_body_schemas())
+
+
+@cache
+def _body_schemas() -> Mapping[str, Any]:
+    """Return the schemas of the bodies, by name. Kept, as hundreds of tests make an application in one process."""
     _, described = models_json_schema(
         [(kind, "validation") for kind in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)],
         ref_template=SCHEMAS + "{model}",
     )
     _, messages = schema_components([MessagesBody], ref_template=SCHEMAS + "{name}")
-    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"] | messages)
+    return described["$defs"] | messages
 
 
 def _add_error_handlers(app: FastAPI) -> None:
