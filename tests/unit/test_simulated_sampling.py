@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engines.simulated.options import SimulatedOptions, parse_options
-from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model
+from baton.engines.simulated.sampling import (
+    SimulatedModel,
+    check_sampling,
+    choose_token,
+    is_determined,
+    likeliest_token,
+    read_model,
+)
 from baton.errors import ConfigurationError, InvalidRequest
 from baton.messages.attempts import Sampling, TokenLogprob
 
@@ -45,6 +52,47 @@ def test_greed_takes_what_the_digest_says() -> None:
     assert choose(5)[0] == 105
     assert choose(900 + 5)[0] == 105
     assert choose(6)[0] == 106
+
+
+@given(
+    digest=st.integers(0, 8),
+    output=st.lists(st.integers(100, 110), max_size=4),
+    eos_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    sampling=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.5]),
+            "ignore_eos": st.booleans(),
+            "min_tokens": st.integers(0, 3),
+            "stop_token_ids": st.sampled_from([(), (105,)]),
+            "logit_bias": st.sampled_from([None, {107: 5.0}]),
+            "logprobs": st.sampled_from([None, 0, 2]),
+            "presence_penalty": st.sampled_from([0.0, 1.0]),
+            "frequency_penalty": st.sampled_from([0.0, 1.0]),
+            "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        },
+    ),
+)
+def test_a_determined_choice_is_the_likeliest_token(
+    digest: int, output: list[int], eos_probability: float, sampling: dict[str, object]
+) -> None:
+    asked = msgspec.convert({"max_tokens": 9, "temperature": 0.0, **sampling}, Sampling)
+    if is_determined(MODEL, asked, eos_probability):
+        chosen = choose(digest, output=tuple(output), eos_probability=eos_probability, uniform=0.999, sampling=sampling)
+        assert chosen == (likeliest_token(MODEL, digest), None)
+
+
+def test_plain_greed_is_determined_and_what_may_end_or_draw_is_not() -> None:
+    def is_so(eos_probability: float = 0.0, **sampling: object) -> bool:
+        asked = msgspec.convert({"max_tokens": 9, "temperature": 0.0, **sampling}, Sampling)
+        return is_determined(MODEL, asked, eos_probability)
+
+    assert is_so()
+    assert is_so(0.5, ignore_eos=True)
+    assert is_so(min_tokens=3, ignore_eos=True)
+    assert not is_so(0.5)
+    assert not is_so(temperature=0.5)
+    assert not is_so(min_tokens=3)
 
 
 def test_the_end_comes_as_often_as_asked_and_not_when_ignored() -> None:
@@ -78,7 +126,7 @@ def test_filters_leave_only_likely_tokens(limit: dict[str, object]) -> None:
 
 
 @given(
-    digest=st.integers(0, 2**64 - 1),
+    digest=st.integers(0, 8),
     uniform=st.floats(0.0, 1.0, exclude_max=True),
     sampling=st.fixed_dictionaries(
         {

@@ -18,7 +18,13 @@ from baton.engines.simulated.handoff import SimulatedHandoff
 from baton.engines.simulated.kv import ContextReader, KvChunk, KvPool, read_contexts
 from baton.engines.simulated.options import SimulatedOptions
 from baton.engines.simulated.pool import SimulatedPool
-from baton.engines.simulated.sampling import SimulatedModel, choose_token, stop_tokens
+from baton.engines.simulated.sampling import (
+    SimulatedModel,
+    choose_token,
+    is_determined,
+    likeliest_token,
+    stop_tokens,
+)
 from baton.engines.simulated.scheduler import Chunk, Scheduler, SimulatedAttempt, SimulatedPhase, Step
 from baton.engines.simulated.stream import Stream, check_request
 from baton.errors import AttemptFailed, BatonError, EngineFailed, TransferFailed
@@ -113,7 +119,9 @@ class EngineCore:
         if (request.request, request.attempt) in self._streams:
             raise AttemptFailed(f"attempt {request.attempt} of request {request.request!r} is here already")
         stop = stop_tokens(self.model, request.sampling)
-        stream = Stream.of(request, ContextReader(self._kv), stop, self._clock.now_s())
+        determined = is_determined(self.model, request.sampling, self._options.eos_probability)
+        reader, now_s = ContextReader(self._kv), self._clock.now_s()
+        stream = Stream.of(request, reader, stop, now_s, is_determined=determined)
         self._streams[stream.attempt.key] = self._leases[stream.lease.key] = stream
         if self._pool is not None:
             self._pool.decisions.admit(
@@ -341,6 +349,9 @@ class EngineCore:
             return
         contexts = [(stream.reader, stream.attempt.blocks, len(stream.attempt.tokens)) for stream in streams]
         for stream, digest in zip(streams, read_contexts(self._kv, contexts), strict=True):
+            if stream.is_determined:
+                self._append(stream, likeliest_token(self.model, digest), None)
+                continue
             attempt = stream.attempt
             token, logprob = choose_token(
                 self.model,

@@ -19,8 +19,9 @@ and the state of every 16th token again at every step: a block overwritten under
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,7 +64,7 @@ def mix_word(word: int) -> int:
     return word ^ (word >> 31)
 
 
-class KvChunk(NamedTuple):
+class KvChunk(msgspec.Struct, frozen=True):
     """Tokens to compute: `tokens` stand at `start` of a context whose blocks `table` lists."""
 
     table: Sequence[int]
@@ -143,11 +144,13 @@ class KvPool:
             # One pass over all sequences that decode: their number, not their length, is what costs here.
             size = self.block_tokens
             starts = np.array([chunk.start for chunk in singles], dtype=np.int64)
-            slots = (
-                np.array([chunk.table[chunk.start // size] for chunk in singles], dtype=np.int64) * size + starts % size
-            )
-            before = np.array([chunk.table[(chunk.start - 1) // size] for chunk in singles], dtype=np.int64) * size
-            before += (starts - 1) % size
+            within = starts % size
+            slots = np.array([chunk.table[chunk.start // size] for chunk in singles], dtype=np.int64) * size + within
+            before = slots - 1
+            for index in np.flatnonzero(within == 0).tolist():
+                # The token before is in another block.
+                chunk = singles[index]
+                before[index] = chunk.table[chunk.start // size - 1] * size + size - 1
             states = self._own_states([chunk.tokens[0] for chunk in singles], starts, layers)
             states += self.words[layers, before, 0]
             self.words[layers, slots] = states[:, :, None] * self._body

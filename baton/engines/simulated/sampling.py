@@ -150,6 +150,17 @@ def stop_tokens(model: SimulatedModel, sampling: Sampling) -> frozenset[int]:
     return frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else model.eos_tokens))
 
 
+def is_determined(model: SimulatedModel, sampling: Sampling, eos_probability: float) -> bool:
+    """Tell whether `choose_token` always returns `likeliest_token`, and no log-probability."""
+    may_end = eos_probability and model.eos_tokens and not sampling.ignore_eos
+    may_forbid = sampling.min_tokens and stop_tokens(model, sampling)
+    return not (sampling.temperature or may_end or may_forbid) and _is_plain(sampling)
+
+
+def likeliest_token(model: SimulatedModel, digest: int) -> int:
+    return model.printable[digest % len(model.printable)]
+
+
 def choose_token(
     model: SimulatedModel,
     sampling: Sampling,

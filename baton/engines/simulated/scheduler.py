@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+
+import msgspec
 
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.engines.engine import Leg
@@ -61,7 +62,7 @@ class SimulatedAttempt:
     """True once it has run or pulled; a preempted decode must not pull again from a lease that is gone."""
 
 
-class Chunk(NamedTuple):
+class Chunk(msgspec.Struct, frozen=True):
     """Tokens of one attempt to compute in a step; where `samples`, the next token follows from them."""
 
     attempt: SimulatedAttempt

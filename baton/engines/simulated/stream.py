@@ -16,6 +16,31 @@ from baton.messages.attempts import FinishReason, TokenLogprob
 from baton.transfer import lease_key
 
 
+class Change:
+    """An event for one reader: `asyncio.Event` is for several, and costs half as much again."""
+
+    __slots__ = ("_is_set", "_loop", "_reader")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._is_set = False
+        self._reader: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            assert self._reader is None or self._reader.done(), "a stream has one reader"
+            self._reader = self._loop.create_future()
+            await self._reader
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """One attempt and its unread output (bounded by the tokens it may generate)."""
@@ -25,6 +50,8 @@ class Stream:
     lease: SimulatedLease
     reader: ContextReader
     stops: frozenset[int]
+    is_determined: bool
+    """See `sampling.is_determined`."""
     entered_s: float
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
@@ -37,10 +64,18 @@ class Stream:
     """Start of its first step or of its pull."""
     delta_taken: bool = False
     """True once a delta was taken."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Change = field(default_factory=lambda: Change(asyncio.get_running_loop()))
 
     @classmethod
-    def of(cls, request: EngineRequest, reader: ContextReader, stops: frozenset[int], now_s: float) -> Stream:
+    def of(
+        cls,
+        request: EngineRequest,
+        reader: ContextReader,
+        stops: frozenset[int],
+        now_s: float,
+        *,
+        is_determined: bool,
+    ) -> Stream:
         attempt = SimulatedAttempt(
             key=(request.request, request.attempt),
             leg=request.leg,
@@ -50,7 +85,7 @@ class Stream:
         )
         lease = SimulatedLease(lease_key(request.request, request.attempt, request.tokens))
         attempt.name = lease.key.hex()
-        return cls(request, attempt, lease, reader, stops, now_s)
+        return cls(request, attempt, lease, reader, stops, is_determined, now_s)
 
     @property
     def deadline_s(self) -> float:
