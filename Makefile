@@ -26,7 +26,7 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES DRAIN_S PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
-BENCHMARKS := burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
+BENCHMARKS := after-waits burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -401,6 +401,9 @@ bench-intake: environment
 
 bench-plans: environment
 	.venv/bin/python -m benchmarks.plans
+
+bench-after-waits: environment
+	.venv/bin/python -m benchmarks.after_waits
 
 bench-hostile: environment
 	.venv/bin/python -m benchmarks.hostile
