@@ -8,9 +8,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, cast
+from urllib.parse import quote
 
 import httpx
 import jsonschema
@@ -18,10 +20,14 @@ import pytest
 from baton_gateway import fields
 from baton_gateway.bodies import NAMES
 from baton_gateway.config import Settings
+from baton_gateway.responses.bodies import INCLUDED, REFUSED, ResponsesBody
+from baton_gateway.responses.store import MemoryStore
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 
+from baton.clock import SystemClock
 from tests.harness.gateway.actors import MODEL
-from tests.harness.gateway.stage import open_stage
+from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.limits import HANG_S
 
 ROOT: Final = Path(__file__).parents[2]
@@ -29,11 +35,37 @@ SPECIFICATION: Final = ROOT / "tests" / "samples" / "openai" / "openapi.json"
 DOCUMENT: Final = ROOT / "docs" / "openai-specification.md"
 EXAMPLES: Final = 200
 HEALTH_CHECKS: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-REQUESTS: Final = {"/chat/completions": "CreateChatCompletionRequest", "/completions": "CreateCompletionRequest"}
+REQUESTS: Final = {
+    "/chat/completions": "CreateChatCompletionRequest",
+    "/completions": "CreateCompletionRequest",
+    "/responses": "CreateResponse",
+}
 ANSWERS: Final = {
     "/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
     "/completions": ("CreateCompletionResponse", "CreateCompletionResponse"),
+    "/responses": ("Response", "ResponseStreamEvent"),
 }
+STORED: Final = "/responses/{response_id}"
+OPERATIONS: Final = {
+    ("GET", STORED): "Response",
+    ("DELETE", STORED): None,
+    ("POST", f"{STORED}/cancel"): "Response",
+    ("GET", f"{STORED}/input_items"): "ResponseItemList",
+}
+"""Requests about a stored response, and what they answer with; the specification does not say how a deletion does."""
+MEMBERS: Final = {
+    "Tool": ("FunctionTool",),
+    "ToolChoiceParam": ("ToolChoiceOptions", "ToolChoiceAllowed", "ToolChoiceFunction"),
+    "InputItem": ("EasyInputMessage", "Item"),
+    "Item": ("InputMessage", "OutputMessage", "FunctionToolCall", "FunctionCallOutputItemParam", "ReasoningItem"),
+    "InputContent": ("InputTextContent",),
+}
+"""Members of unions that are served: types of tools, items and parts in requests for responses."""
+CLOSED: Final = (
+    "FunctionTool", "Reasoning", "ResponseFormatJsonObject", "ResponseFormatText", "ResponseTextParam",
+    "TextResponseFormatJsonSchema", "ToolChoiceAllowed", "ToolChoiceFunction",
+)  # fmt: skip
+"""Objects within requests for responses in which other keys are refused."""
 STATUSES: Final = frozenset({200, 400, 404, 413, 422, 429})
 
 pytestmark = [
@@ -44,16 +76,24 @@ pytestmark = [
 
 
 def specification() -> dict[str, Any]:
-    """Return the specification with requests that have only known fields, and none that is refused.
+    """Return the specification with requests that have only known fields, and nothing that is refused.
 
-    Otherwise few requests would be answered. `docs/api-fields.md` lists what is refused.
+    Otherwise few requests would be answered. `docs/api-fields.md` and `docs/responses-api.md` list what is refused.
     """
     document = json.loads(SPECIFICATION.read_text())
     schemas = document["components"]["schemas"]
     for name in REQUESTS.values():
         properties, required = parts_of(schemas[name], schemas)
-        taken = {field: each for field, each in properties.items() if field not in fields.REFUSED}
+        refused = {*fields.REFUSED, *(REFUSED if name == "CreateResponse" else ())}
+        taken = {field: each for field, each in properties.items() if field not in refused}
         schemas[name] = {"type": "object", "properties": taken, "required": required, "additionalProperties": False}
+    schemas["CreateResponse"]["required"] = ["input"]
+    schemas["IncludeEnum"]["enum"] = list(INCLUDED)
+    for name in CLOSED:
+        schemas[name]["additionalProperties"] = False
+    for name, members in MEMBERS.items():
+        union = schemas[name]["oneOf"]
+        schemas[name]["oneOf"] = [each for each in union if each["$ref"].rpartition("/")[2] in members]
     return document
 
 
@@ -69,14 +109,19 @@ def parts_of(schema: dict[str, Any], schemas: dict[str, Any]) -> tuple[dict[str,
     return properties, required
 
 
-def properties_in(value: Any) -> set[str]:
-    """Return the names of all properties in a schema, at any depth."""
-    if isinstance(value, dict):
-        schema = cast("dict[str, Any]", value)
-        own = schema.get("properties")
-        names = set(cast("dict[str, Any]", own)) if isinstance(own, dict) else set[str]()
-        return names.union(*map(properties_in, schema.values()))
-    return set[str]().union(*map(properties_in, cast("list[Any]", value))) if isinstance(value, list) else set()
+def properties_in(value: Any, schemas: dict[str, Any], seen: set[str]) -> set[str]:
+    """Return the names of all properties in a schema, at any depth; `seen`: names of schemas that are known already."""
+    if isinstance(value, list):
+        return set[str]().union(*(properties_in(each, schemas, seen) for each in cast("list[Any]", value)))
+    if not isinstance(value, dict):
+        return set()
+    schema = cast("dict[str, Any]", value)
+    own, reference = schema.get("properties"), schema.get("$ref")
+    names = set(cast("dict[str, Any]", own)) if isinstance(own, dict) else set[str]()
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        names |= properties_in(schemas[reference.rpartition("/")[2]], schemas, seen)
+    return names.union(*(properties_in(each, schemas, seen) for each in schema.values()))
 
 
 def listed(heading: str) -> set[tuple[str, str]]:
@@ -96,7 +141,9 @@ class Observed:
 
     def __init__(self, path: str, document: dict[str, Any]) -> None:
         self.path = path
-        self._properties = NAMES | properties_in(document)
+        self._fields = NAMES.union(ResponsesBody.model_fields if path == "/responses" else ())
+        schemas = document["components"]["schemas"]
+        self._properties = self._fields | properties_in(schemas[REQUESTS[path]], schemas, set())
         """Names of fields at any depth; what else an error names was made up."""
         self.request = validator(document, REQUESTS[path])
         self.whole, self.chunk = (validator(document, name) for name in ANSWERS[path])
@@ -114,9 +161,7 @@ class Observed:
         assert response.status_code in STATUSES, (response.status_code, response.text, body)
         assert response.headers["x-request-id"]
         if response.status_code != 200:
-            error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}, error
-            assert error["message"] and isinstance(error["type"], str) and isinstance(error["code"], str), error
+            error = error_of(response)
             if not faults and response.status_code == 400:
                 self.stricter[self.path, self.place_of(str(error["param"]))] = f"{error['message']}: {body}"
             return
@@ -130,7 +175,7 @@ class Observed:
         if response.headers["content-type"] == "application/json":
             wrong = [(fault, response.text) for fault in self.whole.iter_errors(response.json())]
         else:
-            *events, done = [event.removeprefix("data: ") for event in response.text.strip().split("\n\n")]
+            *events, done = [event.rpartition("data: ")[2] for event in response.text.strip().split("\n\n")]
             assert done == "[DONE]", response.text
             wrong = [(fault, event) for event in events for fault in self.chunk.iter_errors(json.loads(event))]
         for fault, text in wrong:
@@ -140,17 +185,32 @@ class Observed:
     def place_of(self, param: str) -> str:
         """Return the field that an error names, as the document lists it."""
         place = pattern_of(param)
-        if re.split(r"[.\[]", place)[0] not in NAMES:
+        if re.split(r"[.\[]", place)[0] not in self._fields:
             return "any other name"
         known = takewhile(lambda part: part.partition("[")[0] in self._properties, place.split("."))
         return ".".join(known)
 
 
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """Return an answer's error; raises AssertionError if it has not OpenAI's shape."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert error["message"] and isinstance(error["type"], str) and isinstance(error["code"], str), error
+    return error
+
+
 def pattern_of(path: str) -> str:
     """Return a path without its numbers, down to the objects whose names clients choose."""
     path = re.sub(r"\[\d+\]|\.\d+", "[]", path)
-    chosen = re.match(r"logit_bias|metadata|response_format.json_schema.schema|tools\[\].function.parameters", path)
+    chosen = re.match(
+        r"logit_bias|metadata|(response_format.json_schema|text.format).schema|tools\[\](.function)?.parameters", path
+    )
     return chosen[0] if chosen else path
+
+
+def mode_of(valid: bool) -> Any:
+    modes = library().GenerationMode
+    return modes.POSITIVE if valid else modes.NEGATIVE
 
 
 def library() -> Any:
@@ -158,38 +218,52 @@ def library() -> Any:
     return importlib.import_module("schemathesis")
 
 
-def fuzz(path: str, mode: Any, send: Callable[[Any], httpx.Response], observed: Observed) -> None:
-    operation = library().openapi.from_dict(specification())[path]["POST"]
+def each_case(path: str, method: str, mode: Any, see: Callable[[Any, bool], None]) -> None:
+    """Have `see` take cases of an operation, each with a choice of its own."""
+    operation = library().openapi.from_dict(specification())[path][method]
 
     @seed(17)
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=HEALTH_CHECKS, database=None)
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def each(case: Any) -> None:
-        body = case.body
-        if isinstance(body, dict):
-            # Otherwise each request would name a model that does not exist.
-            body = {**cast("dict[str, Any]", body), "model": MODEL}
-        observed.see(body, send(body))
+    @given(case=operation.as_strategy(generation_mode=mode), choice=st.booleans())
+    def each(case: Any, choice: bool) -> None:
+        see(case, choice)
 
     each()
+
+
+def stage_with_store() -> AbstractAsyncContextManager[Stage]:
+    return open_stage(
+        Settings(port=0, admission_wait_s=0.3), store=MemoryStore(SystemClock(), ttl_s=3600.0, bytes_max=64 << 20)
+    )
+
+
+def created(client: httpx.Client) -> str:
+    """Return the id of a new stored response."""
+    return client.post("/v1/responses", json={"model": MODEL, "input": "once", "background": True}).json()["id"]
 
 
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("path", list(REQUESTS))
 async def test_requests_of_the_specification(path: str, valid: bool) -> None:
     observed = Observed(path, json.loads(SPECIFICATION.read_text()))
-    async with open_stage(Settings(port=0, admission_wait_s=0.3)) as stage:
+    async with stage_with_store() as stage:
         stage.say("the quick brown fox")
         with httpx.Client(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
+            previous = await asyncio.to_thread(created, client)
 
-            def send(body: Any) -> httpx.Response:
+            def send(case: Any, continues: bool) -> None:
+                body = case.body
+                if isinstance(body, dict):
+                    # Otherwise each request would name a model, and perhaps a response, that does not exist.
+                    body = {**cast("dict[str, Any]", body), "model": MODEL}
+                    if continues and isinstance(body.get("previous_response_id"), str):
+                        body["previous_response_id"] = previous
                 # As schemathesis would: half surrogates and infinite numbers, too, reach the server.
                 content = body if isinstance(body, bytes) else json.dumps(body, default=repr).encode()
-                return client.post(f"/v1{path}", content=content, headers={"content-type": "application/json"})
+                headers = {"content-type": "application/json"}
+                observed.see(body, client.post(f"/v1{path}", content=content, headers=headers))
 
-            modes = library().GenerationMode
-            mode = modes.POSITIVE if valid else modes.NEGATIVE
-            await asyncio.to_thread(fuzz, path, mode, send, observed)
+            await asyncio.to_thread(each_case, path, "POST", mode_of(valid), send)
             health = await asyncio.to_thread(client.get, "/health")
             assert health.status_code == 200
     print(observed.statuses)
@@ -204,6 +278,42 @@ async def test_requests_of_the_specification(path: str, valid: bool) -> None:
             print(heading, *row, example[:600], sep=" | ")
     assert not any(unlisted.values()), "bring docs/openai-specification.md in line"
     assert observed.statuses[True, 200] > EXAMPLES // 40 if valid else observed.statuses[False, 400] > EXAMPLES // 2
+
+
+# Nothing is invalid where there is only an id, which is any text.
+@pytest.mark.parametrize(
+    ("method", "path", "valid"),
+    [(*operation, valid) for operation in OPERATIONS for valid in (True, False) if valid or operation[0] == "GET"],
+)
+async def test_requests_about_stored_responses(method: str, path: str, valid: bool) -> None:
+    statuses: Counter[tuple[bool, int]] = Counter()
+    answers = OPERATIONS[method, path]
+    checks = answers and validator(json.loads(SPECIFICATION.read_text()), answers)
+    async with stage_with_store() as stage:
+        stage.say("the quick brown fox")
+        with httpx.Client(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
+            kept = await asyncio.to_thread(created, client)
+
+            def send(case: Any, stored: bool) -> None:
+                name = str(case.path_parameters["response_id"])
+                if stored:
+                    name = created(client) if method == "DELETE" else kept
+                address = path.replace("{response_id}", quote(name.encode(errors="replace"), safe=""))
+                response = client.request(method, f"/v1{address}", params=case.query)
+                statuses[stored, response.status_code] += 1
+                assert response.status_code in {*STATUSES, 405}, (response.status_code, response.text, address)
+                assert response.headers["x-request-id"]
+                if response.status_code != 200:
+                    error_of(response)
+                elif checks:
+                    faults = checks.iter_errors(response.json())
+                    places = {("/responses", ".".join(map(str, fault.absolute_path))) for fault in faults}
+                    assert places <= listed("Answers"), (places, response.text)
+
+            await asyncio.to_thread(each_case, path, method, mode_of(valid), send)
+    print(statuses)
+    assert statuses[True, 400 if path.endswith("cancel") else 200] > 0 or not valid
+    assert not statuses[False, 200]
 
 
 async def test_models_of_the_specification() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from openai import OpenAI
+from openai import AuthenticationError, OpenAI
 
 from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
@@ -135,10 +136,20 @@ def test_a_second_one_on_the_same_port_says_so(launcher: Launcher, folder: Path)
     )
 
 
-def test_ctrl_c_ends_everything(folder: Path) -> None:
-    with launched(folder) as launcher:
+def test_stored_keys_are_taken_until_ctrl_c_ends_everything(folder: Path) -> None:
+    with launched(folder, "--stored-keys") as launcher:
         children = launcher.descendants()
         assert len(children) == PROCESSES
+        command = (sys.executable, "-m", "baton.cli", "keys", "create", "--tenant", "acme", "--port")
+        said = subprocess.run(
+            [*command, str(launcher.port)], cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=True
+        ).stdout
+        with OpenAI(base_url=f"{launcher.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(AuthenticationError):
+                client.responses.create(model="tiny", input="Hello!", max_output_tokens=16)
+            client.api_key = said.splitlines()[0]
+            response = client.responses.create(model="tiny", input="Hello!", max_output_tokens=16)
+            assert response.output_text == client.responses.retrieve(response.id).output_text != ""
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.process.wait(HANG_S) == 0, launcher.output
         assert_gone(children)

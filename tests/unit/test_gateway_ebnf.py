@@ -6,7 +6,8 @@ import time
 from itertools import count
 
 import pytest
-from baton_gateway.ebnf import REPETITIONS_MAX, multiplies_repetitions
+from baton_gateway.ebnf import REPETITIONS_MAX, is_crowded, multiplies_repetitions
+from baton_gateway.places import PLACES_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,45 @@ def test_a_moderate_grammar_passes(grammar: str) -> None:
 @pytest.mark.parametrize("grammar", EXPLOSIVE, ids=range(len(EXPLOSIVE)))
 def test_a_grammar_that_could_hold_an_engine_up_is_found(grammar: str) -> None:
     assert multiplies_repetitions(grammar)
+
+
+LETTERS = '"a"? ' * PLACES_MAX
+FEWER = '"a"? ' * (PLACES_MAX // 2)
+ROOMY = [
+    """root ::= ws value ws
+    value ::= object | array | string | number | ("true" | "false" | "null") ws
+    object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+    array ::= "[" ws (value ("," ws value)*)? "]" ws
+    string ::= "\\"" ([^"\\] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\\"" ws
+    number ::= ("-"? ([0-9] | [1-9] [0-9]*)) ("." [0-9]+)? ([eE] [-+]? [0-9]+)? ws
+    ws ::= ([ \\t\\n] ws)?""",
+    f"root ::= {LETTERS}",
+    f'root ::= {FEWER} "b" {FEWER} | {FEWER} # "a"?',
+    'root ::= "[" list? "]"\nlist ::= list "," item | item\nitem ::= [a-z]{1,1000000}',
+    'root ::= "a" | "b" | "c" root?',
+    "root ::= " + " | ".join(f'"a"? "{number}"' for number in range(4096)),
+]
+CROWDED = [
+    f'root ::= {LETTERS} "a"',
+    f'root ::= {LETTERS} ("" | "b") "a"*',
+    f"root ::= x{{0,1}} {LETTERS}\nx ::= [a-z]",
+    f'root ::= x y\nx ::= "b" {LETTERS}\ny ::= "a"*',
+    'root ::= z9\nz0 ::= "a"\n' + "".join(f"z{i + 1} ::= z{i} w\n" for i in range(9)) + 'w ::= "b"? "c"*',
+    "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(5)) + 'r5 ::= "a"?',
+    'r5 ::= "a"? | "b" r0\n' + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(5)) + "root ::= r0",
+    "root ::= " + " | ".join(f"{LETTERS}" for _ in range(20)),
+    'root ::= root root | "a"?',
+]
+
+
+@pytest.mark.parametrize("grammar", ROOMY, ids=range(len(ROOMY)))
+def test_a_grammar_with_few_places_at_once_passes(grammar: str) -> None:
+    assert not is_crowded(grammar)
+
+
+@pytest.mark.parametrize("grammar", CROWDED, ids=range(len(CROWDED)))
+def test_a_grammar_with_many_places_at_once_is_found(grammar: str) -> None:
+    assert is_crowded(grammar)
 
 
 Part = tuple[str, int, list["Part"]]
@@ -90,4 +130,6 @@ def test_the_product_is_that_of_the_grammar_written_out(part: Part) -> None:
 def test_the_check_of_a_long_grammar_is_quick(grammar: str) -> None:
     start_s = time.process_time()
     multiplies_repetitions(grammar)
+    if "((" not in grammar:  # The depth of brackets is bounded before.
+        is_crowded(grammar)
     assert time.process_time() - start_s < 2.0

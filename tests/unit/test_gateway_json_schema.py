@@ -23,6 +23,7 @@ from baton_gateway.json_schema import (
     check_schema,
     spell_lengths,
 )
+from baton_gateway.places import PLACES_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -147,6 +148,11 @@ def test_anything_else_is_refused_by_name(schema: Any) -> None:
 
 
 PATTERNS = [
+    "(?:[a-z]?)" * PLACES_MAX,
+    "^[a-z]?" * (PLACES_MAX // 2) + "b" + "c*" * (PLACES_MAX // 2),
+    "|".join(f"a?{number}" for number in range(400)),
+    r"^P(\d+Y)?(\d+M)?(\d+W)?(\d+D)?(T(\d+H)?(\d+M)?(\d+(\.\d+)?S)?)?$",
+    "^M{0,4}(CM|CD|D?C{0,3})(XC|XL|L?X{0,3})(IX|IV|V?I{0,3})$",
     "[ab]{3}",
     r"\d{4}-\d{2}-\d{2}",
     "(a|b)*c+",
@@ -175,6 +181,10 @@ EXPLOSIVE = [
     "x" * (PATTERN_CHARACTERS_MAX + 1),
     "a\0",
     "a{" + "9" * 3000 + "}",
+    "[a-z]?" * (PLACES_MAX + 1),
+    "(?:a?)" * PLACES_MAX + "$b{0,2}",
+    "((a?b*){3}|x)?" * (PLACES_MAX // 2) + "c",
+    "^(" + "|".join("a?" * PLACES_MAX for _ in range(20)) + ")$",
 ]
 
 

@@ -50,6 +50,14 @@ def test_a_stored_conversation_is_the_one_that_is_sent_whole(before: list[Any], 
     assert chat(input=stored).messages == chat(input=before).messages
 
 
+@pytest.mark.parametrize("path", ["tool_calls", "tool_calls[0]", "tool_calls[0].function"])
+def test_an_error_about_calls_names_their_item(path: str) -> None:
+    made = request(input=[{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}])
+    with pytest.raises(InvalidRequest, match=r"`input\[0\]`: no") as refused, made.naming():
+        raise InvalidRequest(f"`messages[0].{path}`: no", param=f"messages[0].{path}")
+    assert refused.value.param == "input[0]"
+
+
 @given(ITEMS, st.integers(0, 40))
 def test_truncation_leaves_out_as_few_turns_as_it_takes(items: list[Any], room: int) -> None:
     made = request(input=items, instructions="brief")

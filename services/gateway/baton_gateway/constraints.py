@@ -16,8 +16,9 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind
-from baton_gateway.ebnf import REPETITIONS_MAX, multiplies_repetitions
+from baton_gateway.ebnf import REPETITIONS_MAX, is_crowded, multiplies_repetitions
 from baton_gateway.json_schema import DEPTH_MAX, check_pattern, check_schema, is_within_depth, spell_lengths
+from baton_gateway.places import PLACES_MAX
 
 FIELDS: Final = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag")
 BYTES_MAX: Final = 256 << 10
@@ -87,6 +88,9 @@ def grammar_constraint(grammar: object, where: str) -> Constraint:
         raise InvalidRequest(f"`{where}`: brackets are nested at most {GRAMMAR_BRACKETS_MAX} deep", param=where)
     if multiplies_repetitions(text):
         said = f"`{where}`: counts of repetitions within repetitions multiply to at most {REPETITIONS_MAX}"
+        raise InvalidRequest(said, param=where)
+    if is_crowded(text):
+        said = f"`{where}`: at most {PLACES_MAX} optional or repeated parts in a row, and few such rows"
         raise InvalidRequest(said, param=where)
     return Constraint(kind=ConstraintKind.GRAMMAR, text=text)
 

@@ -1,7 +1,8 @@
-"""A bound on the work that a grammar in EBNF can cause in an engine's step. Pure.
+"""Bounds on the work that a grammar in EBNF can cause in an engine's step. Pure.
 
 xgrammar compiles counted repetitions quickly, and computes its masks in the step: each repetition within another
-multiplies the places at which the answer can be. Without a count there is one place more, whatever is around it.
+multiplies the places at which the answer can be. Without a count there is one place more, whatever is around it;
+`places` bounds how these add up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
 
+from baton_gateway.places import Parser, Part, crowds_places
+
 REPETITIONS_MAX: Final = 1000
 """Bound on the product of counts within one another, over all rules; a single count is as high as it likes.
 
@@ -19,7 +22,7 @@ Three counts of 20 within one another, 8,000, took about 1 s a step with 8,000 t
 _TOKEN: Final = re.compile(
     r"""\#[^\n]* | (?P<literal>"(?:\\.|[^"\\\n])*(?:"|\n|$) | \[(?:\\.|[^\]\\])*(?:\]|$))
     | (?P<rule>[A-Za-z_][\w.-]*)\s*::= | (?P<name>[A-Za-z_][\w.-]*)
-    | \{(?P<counts>[\d\s,]*)\} | (?P<bracket>[()])""",
+    | \{(?P<counts>[\d\s,]*)\} | (?P<bracket>[()]) | (?P<mark>[?*+|])""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
 _LITERAL: Final = ""
@@ -43,6 +46,30 @@ def multiplies_repetitions(grammar: str) -> bool:
                 around[name] = product
                 pending.add(name)
     return False
+
+
+def is_crowded(grammar: str) -> bool:
+    """Return whether an answer could be at too many places of the grammar at once."""
+    rules = dict[str, list[list[Part]]]()
+    parser = Parser(rules)
+    for found in _TOKEN.finditer(grammar):
+        if found["rule"] is not None:
+            parser.end()
+            parser.begin(found["rule"])
+        elif not rules:
+            continue
+        elif found["bracket"] == "(":
+            parser.open()
+        elif found["bracket"] == ")":
+            parser.close()
+        elif found["mark"] == "|":
+            parser.alternative()
+        elif found["mark"] or found["counts"] is not None:
+            parser.quantify(found["mark"] or "", found["counts"] or "")
+        elif found["name"] is not None or found["literal"] not in (None, '""'):
+            parser.add(Part(found["name"]))
+    parser.end()
+    return crowds_places(rules)
 
 
 def _rules(grammar: str) -> Mapping[str, Mapping[str, int]]:

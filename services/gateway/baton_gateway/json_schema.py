@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
+from baton_gateway.places import PLACES_MAX, Parser, Part, crowds_places
 
 DEPTH_MAX: Final = 64
 PATTERN_CHARACTERS_MAX: Final = 4096
@@ -80,8 +81,12 @@ In each range all characters have one form in UTF-8, since xgrammar 0.2.7 reads 
 alternative for escapes would be computed in the engine's step.
 """
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_$][\w$]*", re.ASCII)
-_TOKEN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|$)|\{(\d*)(?:(,)(\d*))?\}|.", re.DOTALL)
-"""One token of a pattern: an escape, a class, a count, or a character."""
+_TOKEN: Final = re.compile(
+    r"\\.|\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?|\[(?:\\.|[^\]\\])*(?:\]|$)|\{(\d*)(?:(,)(\d*))?\}|.", re.DOTALL
+)
+"""One token of a pattern: an escape, the beginning of a group, a class, a count, or a character."""
+_ANCHORS: Final = ("^", "$", "\\b", "\\B")
+"""Tokens that match between characters."""
 
 
 class _Below(NamedTuple):
@@ -283,6 +288,9 @@ def check_pattern(pattern: object, where: str | _Below) -> None:
         raise _wrong(where, "a regular expression has no NUL character")
     if _steps(pattern, where) > PATTERN_STEPS_MAX:
         raise _wrong(where, "repetitions within repetitions make this regular expression too large")
+    if _is_crowded(pattern):
+        said = f"a regular expression has at most {PLACES_MAX} optional or repeated parts in a row, and few such rows"
+        raise _wrong(where, said)
 
 
 def _steps(pattern: str, where: str | _Below) -> int:
@@ -290,7 +298,7 @@ def _steps(pattern: str, where: str | _Below) -> int:
     groups, last = [0], 0
     for found in _TOKEN.finditer(pattern):
         token = found.group()
-        if token == "(":
+        if token.startswith("("):
             groups.append(0)
             last = 0
             if len(groups) > PATTERN_GROUPS_MAX:
@@ -306,6 +314,28 @@ def _steps(pattern: str, where: str | _Below) -> int:
             last = 1
             groups[-1] += 1
     return sum(groups)
+
+
+def _is_crowded(pattern: str) -> bool:
+    rules = dict[str, list[list[Part]]]()
+    parser = Parser(rules)
+    parser.begin("")
+    for found in _TOKEN.finditer(pattern):
+        token = found.group()
+        if token.startswith("("):
+            parser.open()
+        elif token == ")":
+            parser.close()
+        elif token == "|":
+            parser.alternative()
+        elif token in ("?", "*", "+"):
+            parser.quantify(token, "")
+        elif _repetitions(found) is not None:
+            parser.quantify("", token[1:-1])
+        elif token not in _ANCHORS:
+            parser.add(Part())
+    parser.end()
+    return crowds_places(rules)
 
 
 def _repetitions(found: re.Match[str]) -> int | None:

@@ -21,6 +21,10 @@ SERVED: Final = {
     "/completions": ("post",),
     "/models": ("get",),
     "/models/{model}": ("get",),
+    "/responses": ("post",),
+    "/responses/{response_id}": ("get", "delete"),
+    "/responses/{response_id}/cancel": ("post",),
+    "/responses/{response_id}/input_items": ("get",),
 }
 DROPPED: Final = frozenset(
     {"x-oaiMeta", "x-oaiExpandable", "x-stainless-const", "example", "examples", "description", "summary"}
@@ -54,7 +58,7 @@ def _lean(value: Any) -> Any:
             name: _lean(each)
             for name, each in value.items()
             # A property may have such a name, too; then it is a schema.
-            if name not in DROPPED or (name in ("description", "example") and isinstance(each, dict))
+            if name not in DROPPED or (name in ("description", "example", "summary") and isinstance(each, dict))
         }
     return [_lean(each) for each in value] if isinstance(value, list) else value
 

@@ -15,7 +15,7 @@ from baton_gateway.bodies import ChatBody, GenerationBody, TokenCount, parse
 from baton_gateway.responses.items import Conversation, Items, check_kinds, stored
 from baton_gateway.tool_bodies import TOOLS_MAX, Text
 
-_REFUSED: Final[Mapping[str, str]] = {
+REFUSED: Final[Mapping[str, str]] = {
     "conversation": "continue a response by `previous_response_id`",
     "prompt": "this server keeps no prompts",
     "context_management": "nothing is compacted here; `truncation` can be `auto`",
@@ -37,7 +37,7 @@ _OF_CHATS: Final[Mapping[str, str]] = {
 }
 """Fields of chats, and their names here."""
 _NAMES: Final = (
-    (re.compile(r"^messages\[(\d+)\](\.content|\.tool_calls\[\d+\](\.function)?)?"), ""),
+    (re.compile(r"^messages\[(\d+)\](\.content|\.tool_calls(\[\d+\](\.function)?)?)?"), ""),
     (re.compile(r"^messages"), "input"),
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
@@ -327,7 +327,7 @@ def _encoded(fields: Mapping[str, Any]) -> bytes:
 
 def _check_served(fields: Mapping[str, Any]) -> None:
     """Raise InvalidRequest that names what this server does not have."""
-    for name, instead in _REFUSED.items():
+    for name, instead in REFUSED.items():
         if fields.get(name) is not None:
             raise InvalidRequest(f"`{name}` is not supported by this server: {instead}", param=name)
     for name, here in _OF_CHATS.items():
