@@ -211,7 +211,7 @@ class Handoffs:
         plan = self._decisions.plan(leases, computes=batch is not None)
         self.rank.revoke(plan)
         if self.kv_pool is not None:
-            self.kv_pool.begin()
+            self.kv_pool.begin([step.key for step in leases])
         self.rank.begin(plan)
 
     def report(self) -> TransferReport | None:

@@ -10,7 +10,7 @@ they are copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -117,9 +117,13 @@ class SglangPool:
     def finished(self, rid: str) -> None:
         self._ended.append(rid)
 
-    def begin(self) -> None:
-        """Start the promotions that were ordered. Saves start with the next `end`."""
-        self._rank.begin(self._scheduler.plan())
+    def begin(self, leases: Collection[bytes]) -> None:
+        """Start the promotions that were ordered. Saves start with the next `end`.
+
+        `leases`: keys of leases of what the step computes. The tree takes its pages after it, so their saves are
+        ordered with the next step, when peers may have read all and ended the leases.
+        """
+        self._rank.begin(self._scheduler.plan(), leases)
 
     def end(self, results: RankResults) -> None:
         """Take the copies that have ended, and put into `results` the requests whose KV is here in full."""

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +66,10 @@ class CellSharing(Protocol):
 
     def expect(self, job: CopyJob) -> None:
         """Note a save that is submitted after the step's computation; a lease of the same blocks may end before."""
+        ...
+
+    def hold(self, keys: Collection[bytes]) -> None:
+        """Hold what leases of these keys stage until the next call, even if they end: saves of it may be expected."""
         ...
 
     def keep(self, key: bytes, job: CopyJob) -> None:

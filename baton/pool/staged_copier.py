@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,17 +48,25 @@ class StagedCopier:
         copies: BlockCopies,
         cells: CellTable,
         leases: Callable[[bytes], StagedLease | None],
+        let_go: Callable[[StagedLease], None],
         stream: Callable[[], int | None],
     ) -> None:
-        """`leases`: returns the lease that is open under a key. `stream`: see `baton.pool.staging.Stream`."""
+        """`leases`: returns the lease that is open under a key. `let_go`: frees the slots of one that was held.
+
+        `stream`: see `baton.pool.staging.Stream`.
+        """
         self._lock = lock
         self._copies = copies
         self._cells = cells
         self._leases = leases
+        self._let_go = let_go
         self._stream = stream
         self._ended: list[CopyEnd] = []
         self._expected: dict[bytes, _Running] = {}
         """Saves by the key of their leases."""
+        self._holding: frozenset[bytes] = frozenset()
+        self._held: list[StagedLease] = []
+        """Leases that have ended and are held."""
         self._to_keep: dict[bytes, CopyJob] = {}
         self._kept: set[bytes] = set()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -92,7 +100,17 @@ class StagedCopier:
     def expect(self, job: CopyJob) -> None:
         if job.key:
             with self._lock:
-                self._expected[job.key] = _Running(job)
+                running = self._expected[job.key] = _Running(job)
+                for lease in self._held:
+                    if lease.key == job.key and not lease.failure:
+                        self._share(running, lease)
+
+    def hold(self, keys: Collection[bytes]) -> None:
+        with self._lock:
+            self._holding = frozenset(keys)
+            held, self._held = self._held, []
+            for lease in held:
+                self._let_go(lease)
 
     def keep(self, key: bytes, job: CopyJob) -> None:
         with self._lock:
@@ -111,6 +129,9 @@ class StagedCopier:
         """Note that a lease is about to give its cells back."""
         if (running := self._expected.get(lease.key)) is not None:
             self._share(running, lease)
+        if lease.key in self._holding:
+            lease.held = True
+            self._held.append(lease)
 
     def pulled(self, pull: StagedPull) -> None:
         """Note that all of a pull is in its cells, which nothing writes any more."""
@@ -137,7 +158,7 @@ class StagedCopier:
                 self._cells.share(slot, cells[block])
                 running.shared.add(block)
         if len(running.shared) > before:
-            tickets = {ticket for step in lease.steps for ticket in step.tickets} - running.tickets
+            tickets = lease.tickets - running.tickets
             running.tickets |= tickets
             self._copies.follow(tickets, partial(self._copied, running))
 

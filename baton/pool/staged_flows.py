@@ -41,13 +41,15 @@ class Flow:
     after: int | None = None
     """Stream that last wrote or used the blocks."""
     steps: deque[Step] = field(default_factory=deque[Step])
-    batches: int = 0
+    tickets: set[int] = field(default_factory=set[int])
     """Batches of copies under way."""
     over: bool = False
     last: Sequence[TransferEvent] = ()
     """Events of the end, told once no batch is under way."""
+    held: bool = False
+    """Whether its slots stay after its end, until `let_go`."""
     closed: bool = False
-    """Whether that is done, and the slots are free."""
+    """Whether that is done, and the slots are free, unless they are held."""
     failure: str = ""
 
 
@@ -100,7 +102,7 @@ class Staging:
         try:
             for ticket in self._copies.submit(copies, after=flow.after, ended=partial(self._copied, flow, step)):
                 step.tickets.add(ticket)
-                flow.batches += 1
+                flow.tickets.add(ticket)
         except (TransferFailed, ValueError) as error:
             self._fail(flow, str(error))
         self._advance(flow)
@@ -113,27 +115,38 @@ class Staging:
             self._grant()
         self._advance(flow)
 
+    def let_go(self, flow: Flow) -> None:
+        """Free the slots of a flow that was held, once it is closed."""
+        flow.held = False
+        if flow.closed:
+            self._give_back(flow)
+
     def _advance(self, flow: Flow) -> None:
         while flow.steps and not flow.steps[0].tickets:
             flow.steps.popleft().then()
-        if flow.over and not flow.batches and not flow.closed:
+        if flow.over and not flow.tickets and not flow.closed:
             flow.closed = True
             for event in flow.last:
                 self.tell(event)
-            self._queue.give_back(flow.slots)
-            self._grant()
+            if not flow.held:
+                self._give_back(flow)
+
+    def _give_back(self, flow: Flow) -> None:
+        self._queue.give_back(flow.slots)
+        self._grant()
 
     def _copied(self, flow: Flow, step: Step, ended: CopyEnded) -> None:
-        flow.batches -= 1
+        flow.tickets.discard(ended.ticket)
         step.tickets.discard(ended.ticket)
         if ended.failure:
             self._fail(flow, ended.failure)
         self._advance(flow)
 
     def _fail(self, flow: Flow, reason: str) -> None:
-        if flow.over or flow.failure:
+        if flow.failure:
             return
         _log.error("a hand-off's copy failed: %s", reason)
         flow.failure = reason
-        flow.steps.clear()
-        flow.failed()
+        if not flow.over:
+            flow.steps.clear()
+            flow.failed()

@@ -117,7 +117,9 @@ class StagedAgent:
         queue: SlotQueue[Flow] = SlotQueue(cells)
         self._staging = Staging(pool, layers, queue, self._block_copies, self._events.tell)
         self._leases = StagedLeases(self._agent, self._staging, self._stream, self._lease_ends, on_ask=self._on_ask)
-        self.copier = StagedCopier(self._lock, self._block_copies, cells, self._leases.get, self._stream)
+        self.copier = StagedCopier(
+            self._lock, self._block_copies, cells, self._leases.get, self._staging.let_go, self._stream
+        )
         self._pulls = StagedPulls(self._agent, self._staging, self.copier.pulled, self._now_s)
         self._agent.set_pool(self.memory.pool)
         mib = region.bytes >> 20

@@ -117,7 +117,8 @@ class MemoryFabric:
     def connect(self, sink: MemoryAgent, connect: core.Connect) -> None:
         source = self._agents.get(connect.address)
         if source is None or frozenset((sink.address, connect.address)) in self._cuts:
-            self.tell(sink, core.Closed(connect.connection, f"no agent answers at {connect.address}"))
+            why = f"no agent answers at {connect.address}"
+            self.tell(sink, core.Closed(connect.connection, why, refused=source is None))
             return
         ours, theirs = End(sink, connect.connection), End(source, next(source.connections))
         ours.peer, theirs.peer = theirs, ours

@@ -121,7 +121,8 @@ void bind_commands(nb::module_& m) {
 void bind_happenings(nb::module_& m) {
   nb::class_<Accepted>(m, "Accepted").def(nb::init<ConnectionId>(), "connection"_a);
   nb::class_<Connected>(m, "Connected").def(nb::init<ConnectionId>(), "connection"_a);
-  nb::class_<Closed>(m, "Closed").def(nb::init<ConnectionId, std::string>(), "connection"_a, "detail"_a);
+  nb::class_<Closed>(m, "Closed")
+      .def(nb::init<ConnectionId, std::string, bool>(), "connection"_a, "detail"_a, "refused"_a = false);
   nb::class_<FrameArrived>(m, "FrameArrived").def(nb::init<ConnectionId, Blob>(), "connection"_a, "frame"_a);
   nb::class_<DataArrived>(m, "DataArrived")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::uint64_t>(), "connection"_a, "pull"_a, "sequence"_a,

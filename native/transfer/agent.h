@@ -108,7 +108,7 @@ class Agent {
   void read(ConnectionId id);
   void flush_all();
   void watch(ConnectionId id, Connection& connection, std::uint32_t events);
-  void drop(ConnectionId id, std::string why);
+  void drop(ConnectionId id, std::string why, bool refused = false);
   [[nodiscard]] Connection* find(ConnectionId id);
 
   std::uint64_t chunk_bytes_max_ = 0;

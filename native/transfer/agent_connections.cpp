@@ -197,7 +197,7 @@ void Agent::connect(const Connect& action) {
                                 [&](const Rail& rail) { return !rail.label.empty() && rail.label == action.label; });
   const int fd = begin_connect(action.address, own == rails_.end() ? "" : own->address);
   if (fd < 0) {
-    happened_.push_back(Closed{action.connection, std::strerror(errno)});
+    happened_.push_back(Closed{action.connection, std::strerror(errno), errno == ECONNREFUSED});
     return;
   }
   tune(fd);
@@ -217,10 +217,10 @@ void Agent::watch(ConnectionId id, Connection& connection, std::uint32_t events)
   connection.watched = events;
 }
 
-void Agent::drop(ConnectionId id, std::string why) {
+void Agent::drop(ConnectionId id, std::string why, bool refused) {
   if (connections_.erase(id) == 0) return;
   std::erase(proving_, id);
-  happened_.push_back(Closed{id, std::move(why)});
+  happened_.push_back(Closed{id, std::move(why), refused});
 }
 
 void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
@@ -277,7 +277,7 @@ void Agent::finish_connect(ConnectionId id, Connection& connection) {
   int error = 0;
   socklen_t size = sizeof error;
   ::getsockopt(connection.stream->fd(), SOL_SOCKET, SO_ERROR, &error, &size);
-  if (error != 0) return drop(id, std::strerror(error));
+  if (error != 0) return drop(id, std::strerror(error), error == ECONNREFUSED);
   connection.connecting = false;
   watch(id, connection, EPOLLIN);
   happened_.push_back(Connected{id});

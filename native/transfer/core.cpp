@@ -233,7 +233,7 @@ void Core::drop(ConnectionId connection, std::string why) {
 void Core::on_closed(double now_s, const Closed& closed) {
   connections_.erase(closed.connection);
   source_.on_closed(closed.connection);
-  sink_.on_closed(now_s, closed.connection, closed.detail);
+  sink_.on_closed(now_s, closed.connection, closed.detail, closed.refused);
 }
 
 void Core::tick(double now_s) {

@@ -74,6 +74,7 @@ struct Connected {
 struct Closed {
   ConnectionId connection = 0;
   std::string detail;
+  bool refused = false;  // It was not opened: nothing listens at the address.
 };
 struct FrameArrived {
   ConnectionId connection = 0;

@@ -35,7 +35,7 @@ class Sink {
   // False: the source contradicts what it said on another connection.
   [[nodiscard]] bool on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
   void on_refused(double now_s, ConnectionId connection, Cause cause, const std::string& detail);
-  void on_closed(double now_s, ConnectionId connection, const std::string& detail);
+  void on_closed(double now_s, ConnectionId connection, const std::string& detail, bool refused);
 
   // Called before every frame of a source, as proof that its connection works.
   void hear(double now_s, ConnectionId connection);
@@ -80,7 +80,8 @@ class Sink {
     std::uint64_t trailer_generation = 0;
   };
   struct SourceRail : Rail {
-    double retry_s = 0;  // Instant before which it is not tried while others work.
+    double retry_s = 0;          // Instant before which it is not tried while others work.
+    std::uint32_t refusals = 0;  // Connections in a row that nothing listened for.
   };
   // A pull's use of a lane.
   struct Share {

@@ -7,6 +7,11 @@
 #include "transfer/pull.h"
 
 namespace baton::transfer {
+namespace {
+
+constexpr std::uint32_t kRefusalsMax = 2;  // On every rail. One may be a firewall's, while its rules are changed.
+
+}  // namespace
 
 Sink::Peer& Sink::peer_of(double now_s, const std::string& endpoint) {
   const auto parsed = parse_endpoint(endpoint);
@@ -107,6 +112,11 @@ void Sink::follow(double now_s, Peer& peer, const std::string& detail) {
   }
   if (next != nullptr) return lead(now_s, peer, next->connection);
   if (had_one) peer.give_up_s = now_s + options_.connect_timeout_s;
+  // An agent listens for as long as it lives, so this one is gone.
+  const auto gone = [](const SourceRail& rail) {
+    return rail.retry_s == Lane::kNever || rail.refusals >= kRefusalsMax;
+  };
+  if (std::all_of(peer.rails.begin(), peer.rails.end(), gone)) peer.give_up_s = now_s;
   peer.lost_detail = detail;
   peer.retry_s = now_s + options_.limits.reconnect_s;
   out_.wake_at(std::min(peer.retry_s, peer.give_up_s));
@@ -129,7 +139,7 @@ void Sink::on_refused(double now_s, ConnectionId connection, Cause cause, const 
   peers_.erase(endpoint);
 }
 
-void Sink::on_closed(double now_s, ConnectionId connection, const std::string& detail) {
+void Sink::on_closed(double now_s, ConnectionId connection, const std::string& detail, bool refused) {
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
   endpoints_.erase(connection);
@@ -154,6 +164,8 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
   }
   const auto lost = peer->lanes.extract(connection);
   note_lost(now_s, *peer, lost.mapped());
+  SourceRail& rail = peer->rails[lost.mapped().rail];
+  rail.refusals = refused ? rail.refusals + 1 : 0;
   for (auto& [id, pull] : pulls_) pull.shares.erase(connection);
   if (peer->control == connection || peer->control == 0) follow(now_s, *peer, detail);
   request_more(now_s, peer->endpoint);

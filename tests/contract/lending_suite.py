@@ -26,6 +26,8 @@ from tests.contract.engine_suite import GREEDY, Answer, Pair, changed, collect, 
 PROMPT_TOKENS = 800
 LOAN_S = 30.0
 """Time for loans whose deadline is not under test."""
+SOON_S = 5.0
+"""Less than every time limit of a loan that is not under test."""
 LONG = changed(GREEDY, max_tokens=300)
 
 
@@ -142,6 +144,7 @@ async def check_not_borrowed(pair: Pair, tokens: Sequence[int], loan: Loan, salt
     failed = pair.decode.load().pool.borrows_failed
     turn = await borrow(pair, pair.request(tokens, salt=salt), loan)
     assert turn.answer.tokens == alone.tokens
+    assert turn.answer.first_s < SOON_S
     assert (turn.borrowed_tokens, turn.promoted_tokens, turn.computed_tokens) == (0, 0, len(tokens))
     assert pair.decode.load().pool.borrows_failed == failed + 1
     assert pair.decode.load().pool.pinned == 0
@@ -216,7 +219,8 @@ class LendingSuite:
     async def test_a_loan_that_fails_costs_tokens_and_no_request(self, pair: Pair, case: str) -> None:
         tokens, salt = pair.prompt(PROMPT_TOKENS), f"failed: {case}"
         await computed_by_lender(pair, tokens, salt)
-        loan = await lend(pair, tokens, salt, budget_s=0.0 if case == "late" else 0.5)
+        budget_s = {"never lent": 0.5, "nobody there": LOAN_S, "late": 0.0}[case]
+        loan = await lend(pair, tokens, salt, budget_s=budget_s)
         if case == "never lent":
             loan = msgspec.structs.replace(loan, key=os.urandom(16))
         elif case == "nobody there":

@@ -20,9 +20,10 @@ from baton.transfer.memory import MemoryFabric
 from baton.worker.shadow import ShadowMap
 from tests.contract.engine_suite import GREEDY, Answer, EngineSuite, Pair, changed, collect, eventually, shadowed
 from tests.contract.lending_suite import LendingSuite
+from tests.harness.limits import HANG_S
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]
-AGENT = AgentOptions(connect_timeout_s=3.0)
+AGENT = AgentOptions(connect_timeout_s=HANG_S)
 
 
 @pytest.fixture(params=["native", pytest.param("memory", marks=pytest.mark.nightly)])

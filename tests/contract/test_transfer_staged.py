@@ -266,20 +266,59 @@ def test_a_save_takes_what_is_staged_and_copies_the_rest(make_staged: MakeStaged
     assert_nothing_left(source, direct)
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["expected", "held"])
 def test_a_save_takes_what_a_lease_had_staged_that_has_ended_since(
-    make_staged: MakeStaged, direct: Node, gpu: FakeGpu
+    make_staged: MakeStaged, direct: Node, gpu: FakeGpu, *, held: bool
 ) -> None:
     source = make_staged()
     job = save(1, SOURCE_BLOCKS[:4], range(4), KEY)
-    agent_of(source).copier.expect(job)
+    if held:
+        agent_of(source).copier.hold([KEY])
+    else:
+        agent_of(source).copier.expect(job)
     source.offer(KEY, SOURCE_BLOCKS)
     pull(direct, source)
     source.wait(EventKind.LEASE_RELEASED)
     source.poison()
+    if held:
+        agent_of(source).copier.expect(job)
+        agent_of(source).copier.hold([])
     assert not run(source, job).failed
     assert gpu.counts()["copies"] == LAYERS * len(SOURCE_BLOCKS)
     assert not run(source, save(2, SINK_BLOCKS[:4], range(4), promotes=True)).failed
     assert source.holds(SINK_BLOCKS[:4])
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_save_waits_for_copies_of_a_lease_that_was_revoked(
+    make_staged: MakeStaged, gpu: FakeGpu, *, fails: bool
+) -> None:
+    source = make_staged()
+    agent_of(source).copier.hold([KEY])
+    gpu.set(hold_copies=1)
+    source.offer(KEY, SOURCE_BLOCKS)
+    source.agent.revoke_lease(KEY, final=True)
+    job = save(1, SOURCE_BLOCKS[:4], range(4), KEY)
+    agent_of(source).copier.expect(job)
+    agent_of(source).copier.hold([])
+    agent_of(source).copier.submit(job)
+    assert agent_of(source).copier.poll() == []
+    gpu.set(fail_copies=fails, hold_copies=0)
+    assert wait_for_copy(source).failed == fails
+    assert gpu.counts()["copies"] == (0 if fails else LAYERS * len(SOURCE_BLOCKS))
+
+
+def test_slots_of_a_held_lease_are_free_once_it_is_not_held(make_staged: MakeStaged, direct: Node) -> None:
+    source = make_staged()
+    agent_of(source).copier.hold([KEY])
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(direct, source)
+    source.wait(EventKind.LEASE_STAGED)
+    source.wait(EventKind.LEASE_RELEASED)
+    source.offer(OTHER, SOURCE_BLOCKS, seed=1)
+    assert source.rest() == []
+    agent_of(source).copier.hold([])
+    source.wait(EventKind.LEASE_STAGED, key=OTHER)
 
 
 def test_a_pull_that_is_done_is_kept_without_a_copy(make_staged: MakeStaged, direct: Node, gpu: FakeGpu) -> None:

@@ -17,7 +17,7 @@ from tests.contract.lending_suite import PROMPT_TOKENS, borrow, borrowable_token
 
 DEADLINE_S = 2.0
 SLACK_S = 1.0
-"""By this much an answer may be later than by the loan's deadline, which the engine notices between two steps."""
+"""By this much an answer may be later than by the loan's end, which the engine notices between two steps."""
 ANSWERED_S = 60.0
 ONCE = changed(GREEDY, max_tokens=1)
 

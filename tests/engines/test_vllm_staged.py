@@ -116,13 +116,6 @@ def pieces(engine: EngineProcess) -> int:
     return LAYERS * (2 if engine.facts["engine"].startswith("sglang") else 1)
 
 
-def expect_second_copies(request: pytest.FixtureRequest, pair: Pair) -> None:
-    """Expect a failure where SGLang prefills: it copies the full blocks of a prompt's last step twice."""
-    if pair.prefill.facts["engine"].startswith("sglang"):
-        reason = "SGLang's pool copies the last step's blocks anew, beside their staging"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-
-
 def is_free(engine: EngineProcess) -> bool:
     """Whether no block of the engine is in use, or counts as leased."""
     load = engine.ask("load")
@@ -186,10 +179,7 @@ def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> Non
     assert decode.tokens() == pair.aggregated(ids, 16)
 
 
-def test_what_is_staged_is_in_the_pools_and_was_copied_once(
-    request: pytest.FixtureRequest, pair: Pair, source: Gpu, sink: Gpu
-) -> None:
-    expect_second_copies(request, pair)
+def test_what_is_staged_is_in_the_pools_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
     ids, sides = prompt(LONG_TOKENS, seed=6), ((pair.prefill, source), (pair.decode, sink))
     full_blocks, blocks = LONG_TOKENS // BLOCK_TOKENS, -(-LONG_TOKENS // BLOCK_TOKENS)
     pair.disaggregated(prompt(40, seed=7), 1)  # The pools are in use from the first step on.
@@ -268,9 +258,8 @@ def test_a_post_before_the_copies_end_shows(pair: Pair, source: Gpu) -> None:
     assert output != pair.aggregated(ids, 16)
 
 
-def test_blocks_freed_before_the_copies_end_show(request: pytest.FixtureRequest, pair: Pair, source: Gpu) -> None:
+def test_blocks_freed_before_the_copies_end_show(pair: Pair, source: Gpu) -> None:
     """The peer reads after the copies; they have read blocks that hold another prompt by then."""
-    expect_second_copies(request, pair)
     ids, name = prompt(LONG_TOKENS, seed=11), pair.name()
     before = source.copied(pair.prefill)
     pair.disaggregated(prompt(LONG_TOKENS, seed=15), 2)

@@ -100,16 +100,24 @@ def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend:
 
 
 @every_way
-def test_a_killed_source_is_noticed(hasty: Node, start_peer: StartPeer, backend: str) -> None:
+def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+    """No time limit ends the pull: the source's kernel says that it is gone."""
     peer = start_peer(backend)
     peer.lease()
-    pull(hasty, peer.endpoint)
+    pull(node, peer.endpoint)
     peer.ready(0)
-    hasty.wait(EventKind.PULL_PROGRESS)
+    node.wait(EventKind.PULL_PROGRESS)
     peer.kill()
-    failed = hasty.wait_end(KEY)
+    failed = node.wait_end(KEY)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.UNREACHABLE)
-    assert hasty.agent.stats().pulls == 0
+    assert node.agent.stats().pulls == 0
+
+
+def test_a_source_that_was_killed_before_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+    peer = start_peer(backend)
+    peer.kill()
+    pull(node, peer.endpoint)
+    assert node.wait_end(KEY).cause is Cause.UNREACHABLE
 
 
 def test_a_stopped_source_is_noticed(hasty: Node, start_peer: StartPeer, backend: str) -> None:
