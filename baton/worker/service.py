@@ -76,7 +76,7 @@ class Timers:
     heartbeat_s: float = 0.25
     digest_s: float = 1.0
     health_s: float = 1.0
-    canary_timeout_s: float = 15.0
+    canary_timeout_s: float = 60.0
     drain_s: float = 30.0
 
 

@@ -93,7 +93,7 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
         Seconds,
         Meta(description="Longest wait for running attempts before a change of role; then they go on."),
     ] = 5.0
-    canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 15.0
+    canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 60.0
 
     agent_host: Annotated[
         str, Meta(description="Address on which the transfer agent listens; auto: the address of this host's name.")
