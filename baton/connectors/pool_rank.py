@@ -93,17 +93,17 @@ class PoolRank:
         """Instants at which loads of the file are late, by job."""
         self._progress = PoolProgress(slots=(slots,), filing=FileProgress(slots=(file.slots if file else 0,)))
 
-    def begin(self, plan: PoolPlan, leases: Collection[bytes] = ()) -> None:
+    def begin(self, plan: PoolPlan, computing: Collection[bytes] = ()) -> None:
         """Start the step's promotions: their blocks are no part of it. Saves wait until it has computed.
 
-        Called before the step's pulls begin. `leases`: keys of leases of what the step computes, where the saves of it
-        come with the next plan.
+        Called before the step's pulls begin. `computing`: keys of leases of what the step computes, where the
+        saves of it come with the next plan.
         """
         self._saves = plan.saves
         if self._sharing is not None:
             for job in plan.saves:
                 self._sharing.expect(job)
-            self._sharing.hold(leases)
+            self._sharing.hold(computing)
         for step in plan.keeps:
             assert self._sharing is not None
             self._keeps[step.request] = step

@@ -147,9 +147,9 @@ class KvPool:
             within = starts % size
             slots = np.array([chunk.table[chunk.start // size] for chunk in singles], dtype=np.int64) * size + within
             before = slots - 1
-            for index in np.flatnonzero(within == 0).tolist():
+            for index in np.flatnonzero(within == 0):
                 # The token before is in another block.
-                chunk = singles[index]
+                chunk = singles[int(index)]
                 before[index] = chunk.table[chunk.start // size - 1] * size + size - 1
             states = self._own_states([chunk.tokens[0] for chunk in singles], starts, layers)
             states += self.words[layers, before, 0]
