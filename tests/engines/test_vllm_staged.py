@@ -20,6 +20,7 @@ from tests.contract.fake_library import FakeGpu
 
 CONTEXT_TOKENS = 1984
 LONG_TOKENS = 1500
+ONE_STEP_TOKENS = 1000
 """47 of the engine's 64 blocks: a second prompt takes those of the first."""
 BLOCK_TOKENS, LAYERS = 32, 4
 SLOT_BYTES = LAYERS * BLOCK_TOKENS * 2 * 2 * 64 * 4
@@ -180,16 +181,24 @@ def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> Non
 
 
 def test_what_is_staged_is_in_the_pools_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
-    ids, sides = prompt(LONG_TOKENS, seed=6), ((pair.prefill, source), (pair.decode, sink))
-    full_blocks, blocks = LONG_TOKENS // BLOCK_TOKENS, -(-LONG_TOKENS // BLOCK_TOKENS)
+    # SGLang in one step: a second one's saves may find the first's under way, which are all that so small a cache allows.
+    tokens = ONE_STEP_TOKENS if pair.prefill.facts["engine"].startswith("sglang") else LONG_TOKENS
+    ids, sides = prompt(tokens, seed=6), ((pair.prefill, source), (pair.decode, sink))
+    stored, blocks = [tokens // BLOCK_TOKENS] * 2, -(-tokens // BLOCK_TOKENS)
     pair.disaggregated(prompt(40, seed=7), 1)  # The pools are in use from the first step on.
     pair.settled()
     before = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
     pair.disaggregated(ids, 2)
+
+    # SGLang's pool takes over what a step staged after it.
+    def saved() -> list[int]:
+        return [saved_blocks(engine) - old for (engine, _), (_, old) in zip(sides, before, strict=True)]
+
+    until(lambda: saved() == stored, lambda: f"{saved()} blocks are in the pools")
     pair.settled()
-    after = [(gpu.copied(engine), saved_blocks(engine)) for engine, gpu in sides]
-    assert [(new[0] - old[0], new[1] - old[1]) for old, new in zip(before, after, strict=True)] == [
-        (blocks * pieces(engine), full_blocks) for engine, _ in sides
+    after = [gpu.copied(engine) for engine, gpu in sides]
+    assert [new - old for new, (old, _) in zip(after, before, strict=True)] == [
+        blocks * pieces(engine) for engine, _ in sides
     ]
 
 
