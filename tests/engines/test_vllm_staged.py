@@ -181,7 +181,7 @@ def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> Non
 
 
 def test_what_is_staged_is_in_the_pools_and_was_copied_once(pair: Pair, source: Gpu, sink: Gpu) -> None:
-    # SGLang in one step: a second one's saves may find the first's under way, which are all that so small a cache allows.
+    # SGLang in one step: so small a cache allows no second one's saves while the first's are under way.
     tokens = ONE_STEP_TOKENS if pair.prefill.facts["engine"].startswith("sglang") else LONG_TOKENS
     ids, sides = prompt(tokens, seed=6), ((pair.prefill, source), (pair.decode, sink))
     stored, blocks = [tokens // BLOCK_TOKENS] * 2, -(-tokens // BLOCK_TOKENS)
