@@ -41,10 +41,9 @@ _SEND_STALL_S: Final = 0.25
 class NatsBus:
     """A connection to NATS, restored whenever it is lost. Made by `connect`."""
 
-    def __init__(self, url: str, name: str, limits: BusLimits, *, hears_itself: bool) -> None:
+    def __init__(self, url: str, name: str, limits: BusLimits) -> None:
         self._url = url
         self._name = name
-        self._hears_itself = hears_itself
         self._limits = limits
         self._client = DirectClient()
         self._requests = Requests(self._client)
@@ -55,21 +54,12 @@ class NatsBus:
         self._replacing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(
-        cls,
-        url: str,
-        *,
-        name: str,
-        limits: BusLimits | None = None,
-        timeout_s: float = 10.0,
-        hears_itself: bool = True,
-    ) -> NatsBus:
+    async def connect(cls, url: str, *, name: str, limits: BusLimits | None = None, timeout_s: float = 10.0) -> NatsBus:
         """Connect to `url` (several with commas), `nats://user:password@host:port` or `nats://token@host:port`.
 
         Keeps trying for `timeout_s`, then raises BusUnavailable; wrong credentials raise ConfigurationError at once.
-        `hears_itself`: whether subscriptions get messages that this bus itself publishes.
         """
-        bus = cls(url, name, limits or BusLimits(), hears_itself=hears_itself)
+        bus = cls(url, name, limits or BusLimits())
         give_up_at_s = time.monotonic() + timeout_s
         waits = False
         while True:
@@ -278,7 +268,6 @@ class NatsBus:
                 pending_size=_SEND_BUFFER_BYTES,
                 flush_timeout=_SEND_STALL_S,
                 skip_subject_validation=True,
-                no_echo=not self._hears_itself,
             )
             await requests.open()
         except (nats.errors.Error, OSError, TimeoutError) as error:

@@ -47,13 +47,12 @@ class Requests:
     async def round_trip(self, timeout_s: float) -> None:
         """Return once the server has taken everything sent before. Raises BusUnavailable.
 
-        Sends a message that nobody receives, which the server reports. Not nats-py's flush, because it sends its PING
-        ahead of data that is not yet written; not a message to itself, which some connections do not receive.
+        Sends a message to itself, because nats-py's flush sends its PING ahead of data that is not yet written.
         """
         self._asked += 1
         answer_to = f"{self._inbox}.{self._asked}"
         try:
-            await self._answer(answer_to, timeout_s, f"{answer_to}.nobody", b"", answer_to, None)
+            await self._answer(answer_to, timeout_s, answer_to, b"", "", None)
         except TimeoutError:
             raise BusUnavailable(f"the message bus does not answer within {timeout_s:.3f} s") from None
 

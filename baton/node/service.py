@@ -89,10 +89,10 @@ class Process:
         self.new_id = new_system_id
 
     @asynccontextmanager
-    async def join(self, name: str, *, seed: int | None = None, hears_itself: bool = True) -> AsyncGenerator[Node]:
+    async def join(self, name: str, *, seed: int | None = None) -> AsyncGenerator[Node]:
         """Join the bus for this context; `name` identifies the process within its service. `seed`: see
-        `system_ports`. `hears_itself`: see `NatsBus.connect`."""
-        bus = await NatsBus.connect(self._settings.nats_url, name=name, hears_itself=hears_itself)
+        `system_ports`."""
+        bus = await NatsBus.connect(self._settings.nats_url, name=name)
         tracing = Tracing(self._service, self._settings, instance=name)
         try:
             await tracing.answer(bus)

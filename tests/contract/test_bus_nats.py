@@ -66,22 +66,6 @@ async def _restored(bus: NatsBus, subject: str) -> None:
                 return
 
 
-async def test_a_bus_that_does_not_hear_itself_hears_the_others(server: Server, connect: Connect) -> None:
-    other, inbox = await connect(), Inbox()
-    await other.subscribe("b", echo)
-    bus = await NatsBus.connect(server.url, name="test", hears_itself=False)
-    try:
-        subscription = await bus.subscribe("a", inbox)
-        await bus.publish("a", message("own"))
-        await bus.request("b", message("?"), timeout_s=HANG_S)  # The server has the message now.
-        await other.publish("a", message("other"))
-        assert await inbox.wait(1) == ["other"]
-        await subscription.unsubscribe()
-    finally:
-        await bus.close()
-    assert len(inbox.deliveries) == 1
-
-
 async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart(
     server: Server, connect: Connect
 ) -> None:

@@ -8,8 +8,7 @@ from baton_scheduler.service import SchedulerService
 
 
 async def main(settings: SchedulerSettings, process: Process) -> None:
-    # It publishes each of its placements for the other schedulers: its own would wake it for nothing.
-    async with process.join("scheduler", seed=settings.seed, hears_itself=False) as node:
+    async with process.join("scheduler", seed=settings.seed) as node:
         await process.serve(SchedulerService(settings, node))
 
 
