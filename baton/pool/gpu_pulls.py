@@ -90,8 +90,8 @@ class Pulls:
         return bool(pull.direct)
 
     def start(self, key: bytes, pull: Pull) -> None:
-        """Let a pull write its blocks, unless it was cancelled meanwhile."""
-        if self._pulls.get(key) is not pull:
+        """Let a pull write its blocks, unless it was cancelled meanwhile: then they may be another request's."""
+        if not self._waits(key, pull):
             return
         pull.way = Way.DIRECT
         try:
@@ -107,8 +107,8 @@ class Pulls:
             self._end(key, Cause.REFUSED, str(error))
 
     def fail(self, key: bytes, pull: Pull, cause: Cause, detail: str) -> None:
-        """End a pull that waits for the stream."""
-        if self._pulls.get(key) is pull:
+        """End a pull that waits for the stream, unless it was cancelled meanwhile."""
+        if self._waits(key, pull):
             self._end(key, cause, detail)
 
     def cancel(self, key: bytes) -> None:
@@ -147,6 +147,9 @@ class Pulls:
             event = replace(event, cause=Cause.CANCELLED)
         declined = "; ".join(filter(None, (pull.declined, event.declined)))
         self._tell(replace(event, declined=declined))
+
+    def _waits(self, key: bytes, pull: Pull) -> bool:
+        return self._pulls.get(key) is pull and pull.way is None
 
     def _choose(self, pull: Pull) -> None:
         _, host, direct = (*pull.endpoint.split(_BETWEEN), "", "")[:3]

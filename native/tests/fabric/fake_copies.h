@@ -82,6 +82,12 @@ class Streams {
     const std::lock_guard held(lock_);
     last_writes_.clear();
   }
+  // Wait for all writes, as freeing memory of a GPU does.
+  void drain() {
+    std::unique_lock held(lock_);
+    changed_.notify_all();
+    drained_.wait(held, [&] { return work_.empty(); });
+  }
 
  private:
   struct Write {
@@ -103,12 +109,13 @@ class Streams {
         work_.pop_front();
         ++done_;
       }
+      if (work_.empty()) drained_.notify_all();
       changed_.wait_for(held, std::chrono::milliseconds(work_.empty() ? 1000 : 1));
     }
   }
 
   std::mutex lock_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, drained_;
   std::deque<Write> work_;
   std::map<std::uint64_t, Written> last_writes_;  // By address.
   std::uint64_t size_max_ = 0, submitted_ = 0, done_ = 0;

@@ -254,6 +254,7 @@ BatonGpuStatus baton_gpu_free(BatonGpu* gpu, uint64_t address) {
     gpu->changed.notify_all();
     gpu->written.wait(held, [&] { return gpu->writes.empty(); });
   }
+  Streams::get().drain();
   World& world = World::get();
   const std::lock_guard held(world.lock);
   const auto at = world.memory.find(address);
