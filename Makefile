@@ -152,10 +152,10 @@ test-fast: environment
 
 # Parts of test-fast. Unit tests compute and contract tests wait, so they run side by side.
 test-unit:
-	@.venv/bin/$(PYTEST) -n 3 --dist worksteal $(DAILY) tests/unit
+	@.venv/bin/$(PYTEST) -n 2 --dist worksteal $(DAILY) tests/unit
 
 test-contract:
-	@.venv/bin/$(PYTEST) -n 6 --dist worksteal $(DAILY) tests/contract
+	@.venv/bin/$(PYTEST) -n 5 --dist worksteal $(DAILY) tests/contract
 
 PYTEST = python -m pytest -q $(PYTEST_FLAGS)
 DAILY  = -m 'not nightly'

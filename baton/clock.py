@@ -60,6 +60,8 @@ class SystemClock:
 
 _SETTLE_ROUNDS: Final = 64
 """Passes of the event loop after each timer: the longest chain of tasks that one timer may start."""
+_IDLE_ROUNDS: Final = 4
+"""Passes in a row with nothing else to run, after which nothing will: also what another thread has just ended."""
 
 
 @dataclass(order=True, slots=True)
@@ -119,8 +121,14 @@ class ManualClock:
 
     async def settle(self) -> None:
         """Let every task that can run do so, without moving time."""
+        # What asyncio's own loop is about to run; it has no public name. Other loops pass all rounds.
+        ready = getattr(asyncio.get_running_loop(), "_ready", (None,))
+        idle = 0
         for _ in range(_SETTLE_ROUNDS):
             await asyncio.sleep(0)
+            idle = 0 if ready else idle + 1
+            if idle == _IDLE_ROUNDS:
+                return
 
     def call_later(self, duration_s: float, fire: Callable[[], None]) -> Timer:
         self._timers_made += 1
