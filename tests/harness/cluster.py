@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Map
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import httpx
 import psutil
@@ -24,7 +24,9 @@ from baton import subjects
 from baton.bus import Bus, Delivery, NatsBus
 from baton.messages.attempts import AttemptState, Digest, Frames, Prefilled
 from baton.messages.workers import ChangeRole, Heartbeat, Role, RoleChange
+from benchmarks.remote_engine.settings import EngineName
 from tests.harness.limits import HANG_S, START_S
+from tests.harness.nursery import Kind, forked
 from tests.harness.servers import start_nats, start_redis
 
 Answer = TypeVar("Answer")
@@ -38,12 +40,15 @@ class Service:
     command: list[str]
     log: Path
     environment: Mapping[str, str]
+    kind: Kind = "services"
+    """Kind of the nursery that forks it."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
+        environ = forked(self.environment, self.kind)
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=dict(self.environment)
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environ
             )
 
     def signal(self, number: signal.Signals) -> None:
@@ -217,9 +222,11 @@ class Cluster:
             raise ConnectionError(f"{name} does not listen yet")
         return ":".join(lines[-1])
 
-    async def start(self, name: str, module: str, *flags: str, python: str = sys.executable) -> Service:
+    async def start(
+        self, name: str, module: str, *flags: str, python: str = sys.executable, kind: Kind = "services"
+    ) -> Service:
         command = [python, "-m", module, "--nats-url", self.nats_url, "--status-port", "0", *flags]
-        service = Service(name, command, self.folder / f"{name}.log", dict(os.environ))
+        service = Service(name, command, self.folder / f"{name}.log", dict(os.environ), kind)
         self.services[name] = service
         await service.start()
         return service
@@ -246,7 +253,7 @@ class Cluster:
         role: Role,
         name: str,
         *flags: str,
-        engine: str = "simulated",
+        engine: EngineName | Literal["simulated"] = "simulated",
         options: Mapping[str, object] | None = None,
         module: str = "",
         python: str = sys.executable,
@@ -258,6 +265,7 @@ class Cluster:
             *("--engine-options", json.dumps(dict(options or {}))),
             *flags,
             python=python,
+            kind="services" if engine == "simulated" else engine,
         )
 
     async def change_role(self, worker: str, role: Role, *, timeout_s: float = HANG_S) -> None:

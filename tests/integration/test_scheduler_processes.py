@@ -24,6 +24,7 @@ from baton.messages.placement import Disaggregation, Place, Placement
 from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 from tests.harness.limits import HANG_S
+from tests.harness.nursery import forked
 from tests.harness.servers import start_nats, start_redis
 
 # Python processes start slowly on a busy machine, and these tests start several.
@@ -36,7 +37,9 @@ async def process(folder: Path, module: str, *flags: str) -> AsyncGenerator[asyn
     """A service process; it must end by itself on SIGTERM unless the test killed it."""
     log_path = folder / f"{module}-{uuid4().hex[:4]}.log"
     with log_path.open("wb") as log:
-        started = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *flags, stdout=log, stderr=log)
+        started = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *flags, stdout=log, stderr=log, env=forked(os.environ)
+        )
     try:
         async with asyncio.timeout(HANG_S):
             while started.returncode is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from tests.harness.limits import HANG_S
+from tests.harness.nursery import forked
 from tests.harness.servers import Server, start_nats
 
 PROMPT = [5 + (position * 7919) % 300 for position in range(200)]
@@ -57,7 +59,9 @@ def command(role: Role, nats_url: str, worker: str, *flags: str, options: Mappin
 @contextmanager
 def worker_process(log: Path, *arguments: str) -> Generator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
-        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=forked(os.environ)
+        )
     try:
         yield process
     finally:

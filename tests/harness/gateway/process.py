@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import httpx
@@ -14,14 +15,16 @@ from baton.cli.servers import free_port
 from baton.clock import SystemClock
 from tests.harness.gateway.actors import Actors
 from tests.harness.limits import HANG_S
+from tests.harness.nursery import forked
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
 
-async def spawn(*flags: str) -> asyncio.subprocess.Process:
+async def spawn(*flags: str, environ: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton_gateway", *flags,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=environ,
     )  # fmt: skip
 
 
@@ -31,7 +34,7 @@ async def gateway(
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
     """Run a gateway; yields the process and its base URL. Its output is added to `output`."""
     port = free_port()
-    process = await spawn("--nats-url", nats_url, "--port", str(port), *flags)
+    process = await spawn("--nats-url", nats_url, "--port", str(port), *flags, environ=forked(os.environ))
     output = [] if output is None else output
 
     async def read(stream: asyncio.StreamReader | None) -> None:
