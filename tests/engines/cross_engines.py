@@ -25,6 +25,7 @@ from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
+from tests.harness.nursery import forked
 
 AGENT = {
     "secret": "tests",
@@ -138,7 +139,7 @@ class Engines:
             | dict(self._options.get(engine, {})),
             "agent": AGENT,
         }
-        remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
+        remote = RemoteEngine(python, settings, forked(engine_environ(engine), engine), self._folder / f"{name}.log")
         stack, shadow = AsyncExitStack(), Shadow()
         stack.push_async_callback(remote.close)
         try:

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.remote_engine.engine import DRIVER
 from benchmarks.remote_engine.settings import Device, EngineName, engine_environ, engine_python
 from tests.harness.limits import FREED_S, HANG_S, START_S
+from tests.harness.nursery import forked
 
 
 class EngineError(Exception):
@@ -75,11 +76,16 @@ class EngineProcess:
             pytest.skip(f"there is no environment with {engine} for {device}: `make help` lists those that make it")
         # For the connector of these tests.
         path = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+        environ = {
+            **engine_environ(engine, device),
+            "BATON_TEST_GATE": str(gate),
+            "PYTHONPATH": os.pathsep.join(path),
+        }
         self._process = subprocess.Popen(
             [python, str(DRIVER), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=engine_environ(engine, device) | {"BATON_TEST_GATE": str(gate), "PYTHONPATH": os.pathsep.join(path)},
+            env=forked(environ, engine) if device == "cpu" else environ,
             text=True,
         )
         self._numbers = itertools.count(1)
