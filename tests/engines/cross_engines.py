@@ -38,15 +38,20 @@ AGENT = {
 _pairs = itertools.count()
 RUNNING_MAX = 4
 KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
-    # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for.
-    ("vllm", "deepseek"): {"num_gpu_blocks_override": 512},
+    # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for. Where the CPU has AMX, its default
+    # attention does not take weights in fp32.
+    ("vllm", "deepseek"): {"num_gpu_blocks_override": 512, "attention_backend": "CPU_MLA"},
     ("vllm", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
     ("sglang", "staged"): {"kv_path": "staged", "kv_pool_bytes": 64 << 20},
     ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
     ("vllm", "scaled"): {"kv_cache_dtype": "fp8"},
     ("vllm", "scaledotherwise"): {"kv_cache_dtype": "fp8"},
     ("vllm", "stagedfp8"): {"kv_path": "staged", "kv_cache_dtype": "fp8"},
-    ("vllm", "stageddeepseek"): {"kv_path": "staged", "num_gpu_blocks_override": 512},
+    ("vllm", "stageddeepseek"): {
+        "kv_path": "staged",
+        "num_gpu_blocks_override": 512,
+        "attention_backend": "CPU_MLA",
+    },
     ("sglang", "stageddeepseek"): {"kv_path": "staged"},
     ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
     ("vllm", "lfm2"): {"load_format": "dummy"},

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
 QUESTIONS: Final = ("Tell a story.", "def fib(n):", "naïve café, 你好世界 😀", "import os\nimport sys\n" * 8)
-CHANGING: Final = frozenset({"id", "created"})
+CHANGING: Final = frozenset({"id", "created", "created_at", "completed_at", "item_id"})
 """Fields that differ from request to request."""
 
 
@@ -85,6 +88,44 @@ OF_COMPLETIONS: Final[dict[str, dict[str, Any]]] = {
     "lists of token ids": {"prompt": [[5, 6], [7, 8, 9]]},
     "no special tokens": {"add_special_tokens": False},
 }
+USER: Final = {"role": "user", "content": QUESTIONS[0]}
+OF_RESPONSES: Final[dict[str, dict[str, Any]]] = {
+    "nothing": {},
+    "instructions": {"instructions": "Be brief."},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+    "items": {"input": [{"role": "system", "content": "Be brief."}, USER]},
+    "parts": {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+    "a conversation": {"input": [USER, {"role": "assistant", "content": "once"}, {"role": "user", "content": "on"}]},
+    "metadata": {"metadata": {"a": "b"}, "user": "me"},
+    "json": {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "boolean"}}}},
+    "not stored": {"store": False},
+}
+OF_MESSAGES: Final[dict[str, dict[str, Any]]] = {
+    "nothing": {},
+    "system": {"system": "Be brief."},
+    "system parts": {"system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+    "top_k": {"top_p": 0.9, "top_k": 20},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    "a conversation": {"messages": [USER, {"role": "assistant", "content": "once"}, {"role": "user", "content": "on"}]},
+    "stop_sequences": {"stop_sequences": ["e", "never"]},
+    "metadata": {"metadata": {"user_id": "me"}},
+}
+REFUSED_RESPONSES: Final[dict[str, dict[str, Any]]] = {
+    "a built-in tool": {"tools": [{"type": "web_search"}]},
+    "an unknown predecessor": {"previous_response_id": "resp_unknown"},
+    "another model": {"model": "nope"},
+    "temperature too low": {"temperature": -1},
+    "too many tokens": {"max_output_tokens": 100_000},
+    "input that is none": {"input": 1},
+}
+REFUSED_MESSAGES: Final[dict[str, dict[str, Any]]] = {
+    "no messages": {"messages": []},
+    "another model": {"model": "nope"},
+    "temperature too low": {"temperature": -1},
+    "no tokens": {"max_tokens": 0},
+    "max_tokens left out": {"max_tokens": None},
+    "a role that is none": {"messages": [{"role": "wizard", "content": "x"}]},
+}
 STREAMED: Final[dict[str, dict[str, Any]]] = {
     "usage": {"stream_options": {"include_usage": True}},
     "continuous usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -135,6 +176,8 @@ OTHERS: Final = (
     Ask("prompt_logprobs", COMPLETIONS, {"model": "tiny", "prompt": "a", "max_tokens": 2, "prompt_logprobs": 1}),
     Ask("echo with logprobs", COMPLETIONS, {"model": "tiny", "prompt": "a b", "max_tokens": 2, "echo": True,
                                             "logprobs": 1, "temperature": 0}),
+    Ask("count_tokens", "/v1/messages/count_tokens", {"model": "tiny", "messages": [USER]}),
+    Ask("no such response", "/v1/responses/resp_unknown", None),
 )  # fmt: skip
 
 
@@ -151,7 +194,24 @@ def asks() -> list[Ask]:
                 body = _body(path, number, {**fields, **more, "stream": True})
                 made.append(Ask(" with ".join([name, *more]), path, body))
         made += [Ask(name, path, _body(path, 0, fields)) for name, fields in REFUSED.items()]
+    for path, own, refused in (
+        (RESPONSES, OF_RESPONSES, REFUSED_RESPONSES),
+        (MESSAGES, OF_MESSAGES, REFUSED_MESSAGES),
+    ):
+        for name, fields in own.items():
+            made.append(Ask(name, path, _agents_body(path, fields)))
+            made.append(Ask(name, path, _agents_body(path, {**fields, "stream": True})))
+        made += [Ask(name, path, _agents_body(path, fields)) for name, fields in refused.items()]
     return [*made, *OTHERS]
+
+
+def _agents_body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    question: dict[str, Any] = (
+        {"input": QUESTIONS[0], "max_output_tokens": 12}
+        if path == RESPONSES
+        else {"messages": [USER], "max_tokens": 12}
+    )
+    return {"model": "tiny", "temperature": 0, **question, **fields}
 
 
 def _body(path: str, number: int, fields: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +222,8 @@ def _body(path: str, number: int, fields: dict[str, Any]) -> dict[str, Any]:
 
 def whole(text: str) -> Any:
     """Return an answer's JSON; of a stream, its choices put together, with the names of its chunks' fields."""
+    if text.startswith("event: "):
+        return _named_events(text)
     if not text.startswith("data: "):
         return json.loads(text)
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
@@ -175,6 +237,19 @@ def whole(text: str) -> Any:
             _join(joined["choices"].setdefault(str(choice["index"]), {}), choice)
     joined["choices"] = [joined["choices"][index] for index in sorted(joined["choices"])]
     return joined
+
+
+def _named_events(text: str) -> Any:
+    """Return a stream of typed events: the types in order, the whole text, the last event of each type, and the end."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(each) for each in data if each != "[DONE]"]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    return {
+        "types": [kind for kind, _ in groupby(event["type"] for event in events)],
+        "text": "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas),
+        "end": events.pop(),
+        **{event.pop("type"): event for event in events},
+    }
 
 
 def _join(into: dict[str, Any], part: dict[str, Any]) -> None:

@@ -125,14 +125,16 @@ def _make_lfm2(folder: Path) -> None:
 
 def _scale_kv(folder: Path, k_scale: float, v_scale: float) -> None:
     """Have the checkpoint bring scales for KV of eight bits, others in each layer."""
-    from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+    # With torch, as numpy has no bfloat16.
+    import torch
+    from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
     path = str(folder / "model.safetensors")
     weights: dict[str, Any] = load_file(path)
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     for layer in range(layers):
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            weights[f"model.layers.{layer}.self_attn.attn.{name}"] = np.array(scale / 2**layer, np.float32)
+            weights[f"model.layers.{layer}.self_attn.attn.{name}"] = torch.tensor(scale / 2**layer)
     save_file(weights, path, metadata={"format": "pt"})
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     _configure(

@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import pickle
 import resource
@@ -93,6 +94,8 @@ def import_modules(kind: Kind) -> None:
             if name.endswith(".__main__"):
                 # It will be run, not imported.
                 del sys.modules[name]
+    # SGLang warns while it is imported, which gives the root a handler, and a service would not set up its own then.
+    logging.root.handlers.clear()
 
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
