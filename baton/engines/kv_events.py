@@ -113,9 +113,11 @@ class KvEventListener:
     """Receives one engine's events. `start` and `events` belong to one event loop."""
 
     def __init__(self, engine: str, endpoint: str, *, initial_batches: int = 0) -> None:
-        """Make a listener. `initial_batches`: how many the engine publishes before it serves; they may be missed."""
+        """Make a listener. `initial_batches`: how many the engine publishes as it starts, which may come too early."""
         self._engine = engine
         self._initial_batches = initial_batches
+        self._missed: int | None = None
+        """Batches that came before this listened; None until it has heard one."""
         self._endpoint = endpoint
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._connected = threading.Event()
@@ -193,9 +195,9 @@ class KvEventListener:
                 self._deliver(decode_batch(sequence, payload))
 
     def _deliver(self, batch: EngineEventBatch) -> None:
-        batch = replace(batch, sequence=batch.sequence - self._initial_batches)
-        if batch.sequence < 1:
-            return
+        if self._missed is None:
+            self._missed = min(batch.sequence - 1, self._initial_batches)
+        batch = replace(batch, sequence=batch.sequence - self._missed)
         if len(self._batches) >= BATCHES_MAX:
             _log.warning("dropped KV event batch %d: the consumer is too slow", batch.sequence)
             return

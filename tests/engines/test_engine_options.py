@@ -317,6 +317,25 @@ async def test_listener_delivers_in_order_keeps_gaps_and_ends() -> None:
             await anext(events)
 
 
+@pytest.mark.parametrize(("sent", "numbers"), [((0, 1, 2), [1, 2, 3]), ((1, 2), [1, 2]), ((2, 3), [2, 3])])
+async def test_what_an_engine_publishes_as_it_starts_may_be_missed_or_not(
+    sent: tuple[int, ...], numbers: list[int]
+) -> None:
+    """A first batch that comes late has the events of the first prompt, too."""
+    endpoint = f"ipc://@baton-test-start-{sent[0]}"
+    listener = KvEventListener("SGLang", endpoint, initial_batches=1)
+    listener.start()
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(endpoint)
+        await listener.connected(HANG_S)
+        await asyncio.to_thread(publisher.recv)
+        for sequence in sent:
+            publisher.send_multipart((b"", sequence.to_bytes(8, "big"), published(STORED)))
+        events = listener.events()
+        assert [(await anext(events)).sequence for _ in sent] == numbers
+    listener.close()
+
+
 async def test_events_that_cannot_be_read_end_the_stream_with_the_reason() -> None:
     endpoint = "ipc://@baton-test-broken"
     listener = KvEventListener("vLLM", endpoint)
