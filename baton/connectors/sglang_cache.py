@@ -80,7 +80,7 @@ class HandoffCache(UnifiedRadixCache):
     def take_events(self) -> list[KVCacheEvent]:
         own = super().take_events()
         if not self._has_published:
-            # SGLang's first batch comes before anything listens, and a file's blocks are told once.
+            # SGLang's first batch may come before anything listens, and a file's blocks are told once.
             self._has_published = bool(own)
             return own
         return [*own, *self.pool_events()]
