@@ -25,7 +25,7 @@ from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
-from tests.harness.nursery import forked
+from tests.harness.fork_server import forked
 
 AGENT = {
     "secret": "tests",

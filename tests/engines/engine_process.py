@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.remote_engine.engine import DRIVER
 from benchmarks.remote_engine.settings import Device, EngineName, engine_environ, engine_python
+from tests.harness.fork_server import forked
 from tests.harness.limits import FREED_S, HANG_S, START_S
-from tests.harness.nursery import forked
 
 
 class EngineError(Exception):

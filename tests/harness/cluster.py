@@ -25,8 +25,8 @@ from baton.bus import Bus, Delivery, NatsBus
 from baton.messages.attempts import AttemptState, Digest, Frames, Prefilled
 from baton.messages.workers import ChangeRole, Heartbeat, Role, RoleChange
 from benchmarks.remote_engine.settings import EngineName
+from tests.harness.fork_server import Kind, forked
 from tests.harness.limits import HANG_S, START_S
-from tests.harness.nursery import Kind, forked
 from tests.harness.servers import start_nats, start_redis
 
 Answer = TypeVar("Answer")
@@ -41,7 +41,7 @@ class Service:
     log: Path
     environment: Mapping[str, str]
     kind: Kind = "services"
-    """Kind of the nursery that forks it."""
+    """Kind of the fork server that forks it."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

@@ -22,9 +22,9 @@ from baton.messages.base import Context
 from baton.messages.index import BlocksStored, KvEvents
 from baton.messages.placement import Disaggregation, Place, Placement
 from baton.messages.workers import Role
+from tests.harness.fork_server import forked
 from tests.harness.heartbeats import heartbeat
 from tests.harness.limits import HANG_S
-from tests.harness.nursery import forked
 from tests.harness.servers import start_nats, start_redis
 
 # Python processes start slowly on a busy machine, and these tests start several.

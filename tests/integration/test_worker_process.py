@@ -37,8 +37,8 @@ from baton.messages.base import Context, pack_tokens, unpack_tokens
 from baton.messages.codec import AnyMessage
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
+from tests.harness.fork_server import forked
 from tests.harness.limits import HANG_S
-from tests.harness.nursery import forked
 from tests.harness.servers import Server, start_nats
 
 PROMPT = [5 + (position * 7919) % 300 for position in range(200)]

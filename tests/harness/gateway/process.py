@@ -13,9 +13,9 @@ import httpx
 from baton.bus import NatsBus
 from baton.cli.servers import free_port
 from baton.clock import SystemClock
+from tests.harness.fork_server import forked
 from tests.harness.gateway.actors import Actors
 from tests.harness.limits import HANG_S
-from tests.harness.nursery import forked
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 

@@ -1,4 +1,4 @@
-"""The process of a nursery: imports what a kind of process needs, then forks the processes that are asked for."""
+"""The process of a fork server: imports what a kind of process needs, then forks the processes that are asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from tests.harness.nursery import Kind, Nursery, Request
+from tests.harness.fork_server import ForkServer, Kind, Request
 
 MODULES: Final[Mapping[Kind, Sequence[str]]] = {
     "services": (
@@ -48,7 +48,7 @@ _execute: Final[Any] = _posixsubprocess.fork_exec
 
 
 def main(kind: Kind, descriptor: int) -> None:
-    """Run a nursery until its connection ends; then, in each process that it has forked, what that is for."""
+    """Run a fork server until its connection ends; then, in each process that it has forked, what that is for."""
     import_modules(kind)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"a fork would lose {threads - 1} threads that the imports for {kind} have started"
@@ -67,7 +67,7 @@ def main(kind: Kind, descriptor: int) -> None:
             # Out of the way of those that this process is to get.
             above = max(request.descriptors) + 1
             ours = socket.socket(fileno=fcntl.fcntl(ours.detach(), fcntl.F_DUPFD_CLOEXEC, above))
-            _posixsubprocess.fork_exec = partial(_fork_or_execute, Nursery(ours))
+            _posixsubprocess.fork_exec = partial(_fork_or_execute, ForkServer(ours))
             break
         # The seed holds nothing of what its parent is given.
         ours.close()
@@ -167,7 +167,7 @@ def run(first: str, *rest: str) -> None:
             runpy.run_path(first, run_name="__main__")
 
 
-def _fork_or_execute(seed: Nursery, command: Sequence[str | bytes], *rest: Any) -> int:
+def _fork_or_execute(seed: ForkServer, command: Sequence[str | bytes], *rest: Any) -> int:
     """Stand in for the standard library's `fork_exec`: what multiprocessing spawns comes from the seed."""
     words = [os.fsdecode(word) for word in command]
     if (words[1], words[-1]) != ("-c", "--multiprocessing-fork"):
@@ -177,6 +177,6 @@ def _fork_or_execute(seed: Nursery, command: Sequence[str | bytes], *rest: Any) 
 
 
 def _fall_silent() -> None:
-    """Drop what libraries say at the very end of objects that are still alive: those of the nursery always are."""
+    """Drop what libraries say at the very end of objects that are still alive: those of the fork server always are."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

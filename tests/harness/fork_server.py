@@ -3,18 +3,18 @@
     environ = forked(os.environ, "services")
     subprocess.Popen([python, "-m", module, …], env=environ)          # or asyncio.create_subprocess_exec
 
-The caller keeps its `Popen` or asyncio `Process`, because the new process becomes its own child: the nursery forks
+The caller keeps its `Popen` or asyncio `Process`, because the new process becomes its own child: the fork server forks
 twice, and when the process in between ends, the kernel gives the orphan to the next subreaper above it, which the
 caller is for that moment.
 
-    test process ── nursery             one for each interpreter, kind of process and environment (nursery_process.py)
-               └─── engine ── seed      a fork of the engine before it ran: the nursery of what the engine spawns
+    test process ── fork server         one for each interpreter, kind and environment (fork_server_process.py)
+               └─── engine ── seed      a fork of the engine before it ran: the fork server of what it spawns
                          └─── scheduler
 
 What differs from a process that was executed:
 - modules of its kind are imported before it starts, and its log lacks what they say meanwhile;
 - torch has the number of threads that Baton gives to what an engine spawns, also in the engine's own process;
-- /proc has the nursery's command line; priority and processor affinity are the nursery's;
+- /proc has the fork server's command line; priority and processor affinity are the fork server's;
 - the kernel kills it when the test process dies, and an engine has one child more, its seed.
 """
 
@@ -37,15 +37,15 @@ from typing import Any, Final, Literal, cast
 Kind = Literal["services", "vllm", "sglang"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-MARK: Final = "BATON_TEST_NURSERY"
+MARK: Final = "BATON_TEST_FORK"
 """Variable with the kind of process to fork; the process itself does not get it."""
 VOLATILE: Final = ("BATON_", "PYTEST_", "FAILING_WORKER_", "PYTHONPATH")
-"""Beginnings of variables that no import reads. A process in which others differ has another nursery."""
+"""Beginnings of variables that no import reads. A process in which others differ has another fork server."""
 PR_SET_CHILD_SUBREAPER: Final = 36
 
 _prctl: Final = ctypes.CDLL(None).prctl
 _execute: Final = cast("Callable[..., int]", subprocess._fork_exec)  # pyright: ignore
-_nurseries: Final[dict[object, Nursery]] = {}
+_fork_servers: Final[dict[object, ForkServer]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +79,17 @@ def _fork_or_execute(command: Sequence[str | bytes], *rest: Any) -> int:
         return _execute(command, *rest)
     python, *arguments = map(os.fsdecode, command)
     lasting = frozenset(variable for variable in environ.items() if not variable[0].startswith(VOLATILE))
-    nursery = _nurseries.get((python, kind, lasting))
-    if nursery is None:
-        nursery = _nurseries[python, kind, lasting] = start_nursery(python, kind, environ)
+    server = _fork_servers.get((python, kind, lasting))
+    if server is None:
+        server = _fork_servers[python, kind, lasting] = start_fork_server(python, kind, environ)
     descriptors = {number: number if own < 0 else own for number, own in enumerate((stdin, stdout, stderr))}
-    return nursery.fork(arguments, environ, descriptors, folder=os.fsdecode(folder or Path.cwd()), bound=True)
+    return server.fork(arguments, environ, descriptors, folder=os.fsdecode(folder or Path.cwd()), bound=True)
 
 
-def start_nursery(python: str, kind: Kind, environ: Mapping[str, str]) -> Nursery:
-    """Start a nursery, which ends with this process."""
+def start_fork_server(python: str, kind: Kind, environ: Mapping[str, str]) -> ForkServer:
+    """Start a fork server, which ends with this process."""
     ours, theirs = socket.socketpair()
-    program = f"from tests.harness.nursery_process import main; main({kind!r}, {theirs.fileno()})"
+    program = f"from tests.harness.fork_server_process import main; main({kind!r}, {theirs.fileno()})"
     # OpenBLAS would start threads when numpy is imported.
     own = {"OPENBLAS_NUM_THREADS": "1", **environ}
     with theirs:
@@ -102,11 +102,11 @@ def start_nursery(python: str, kind: Kind, environ: Mapping[str, str]) -> Nurser
         process.wait()
 
     atexit.register(end)
-    return Nursery(ours)
+    return ForkServer(ours)
 
 
-class Nursery:
-    """The side of a nursery that asks for processes."""
+class ForkServer:
+    """The side of a fork server that asks for processes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -150,5 +150,5 @@ class Nursery:
             self._connection.sendall(request)
             answer = self._connection.recv(8, socket.MSG_WAITALL)
         if not answer:
-            raise ChildProcessError("the nursery has ended")
+            raise ChildProcessError("the fork server has ended")
         return int.from_bytes(answer, "big")

@@ -1,4 +1,4 @@
-"""Contract of the nursery: a forked process is to its caller what a real one is."""
+"""Contract of the fork server: a forked process is to its caller what a real one is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.fork_server import forked
 from tests.harness.limits import HANG_S
-from tests.harness.nursery import forked
 
 LOOK = """
 import json, os, resource, signal, sys
@@ -34,7 +34,7 @@ raise SystemExit(3)
 """
 PARENT = """
 import os, subprocess, sys, time
-from tests.harness.nursery import forked
+from tests.harness.fork_server import forked
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=forked(os.environ))
 print(child.pid, flush=True)
 time.sleep(600)
