@@ -56,9 +56,11 @@ def grammar(text: str) -> dict[str, Any]:
 AT_THE_LIMIT: Final[Mapping[str, Callable[[int], dict[str, Any]]]] = {
     "levels": lambda more: of_schema(nested(DEPTH_MAX + more)),
     "bytes": lambda more: of_schema(long(BYTES_MAX + more)),
-    "regex, counts": lambda more: regex(f"([a-z]{{0,100}}){{0,{100 + more}}}"),
+    "regex, counts": lambda more: regex(f"([a-z]{{0,99}},){{0,{100 + more}}}"),
+    "regex, row of counts": lambda more: regex(f"([a-z]{{0,100}}){{0,{PLACES_MAX // 2 + more}}}"),
     "regex, optional": lambda more: regex("[a-z]?" * (PLACES_MAX + more)),
-    "grammar, counts": lambda more: grammar(f"root ::= ([a-z]{{0,10}}){{0,{100 + more}}}"),
+    "grammar, counts": lambda more: grammar(f'root ::= ([a-z]{{0,10}} ","){{0,{100 + more}}}'),
+    "grammar, row of counts": lambda more: grammar(f"root ::= ([a-z]{{0,100}}){{0,{PLACES_MAX // 2 + more}}}"),
     "grammar, optional": lambda more: grammar("root ::= " + "[a-z]? " * (PLACES_MAX + more)),
     "grammar, rules": lambda more: grammar(f"root ::= a a a a {'[a-z]?' * more}\na ::= b b\nb ::= c c\nc ::= [a-z]?"),
 }

@@ -58,6 +58,17 @@ ROOMY = [
     'root ::= "[" list? "]"\nlist ::= list "," item | item\nitem ::= [a-z]{1,1000000}',
     'root ::= "a" | "b" | "c" root?',
     "root ::= " + " | ".join(f'"a"? "{number}"' for number in range(4096)),
+    # A row of counted parts, of which each says where it ends or where the next begins.
+    'root ::= ([a-z]{1,10} " "){0,100}',
+    'root ::= ("\\n" [^\\n]{1,10}){0,100}',
+    'root ::= ([a-z]+ [a-z0-9]* ","){0,1000}',
+    'root ::= ("\\"" [^"\\\\]* "\\"" ","?){0,100}',
+    'root ::= "[" number ("," number){0,999} "]"\nnumber ::= "-"? ([0-9] | [1-9] [0-9]*) ("." [0-9]+)?',
+    'root ::= ("true" | "false" | "yes"){0,1000} [a-z]{5}{40}',
+    "root ::= ([a-z]{5}{5}){40}",
+    f"root ::= ([a-z]{{1,10}}){{0,{PLACES_MAX // 2}}}",
+    f"root ::= ([a-z]?){{0,{PLACES_MAX}}}",
+    "root ::= (([a-z]+)*)*",
 ]
 CROWDED = [
     f'root ::= {LETTERS} "a"',
@@ -69,6 +80,17 @@ CROWDED = [
     'r5 ::= "a"? | "b" r0\n' + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(5)) + "root ::= r0",
     "root ::= " + " | ".join(f"{LETTERS}" for _ in range(20)),
     'root ::= root root | "a"?',
+    # A row of counted parts, of which nobody can say how many they are.
+    f"root ::= ([a-z]{{1,10}}){{0,{PLACES_MAX // 2 + 1}}}",
+    f"root ::= ([a-z]?){{0,{PLACES_MAX + 1}}}",
+    "root ::= ([a-z]{1,10}){100}",
+    "root ::= ([a-z]{1,3} [a-z]){0,100}",
+    "root ::= ([a-z] [a-z]?){0,100}",
+    "root ::= ([a-z] | [a-c] [a-z]){0,100}",
+    "root ::= ([a-z] [a-z0-9]* [0-9]?){0,100}",
+    'root ::= x{0,100}\nx ::= y\ny ::= z{1,10}\nz ::= [a-z] | "b" [a-z]',
+    'root ::= (" "? [a-z]{1,10}){0,100}',
+    "root ::= ([\\u4e00-\\u9fff]{1,10}){0,100}",
 ]
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Final
 
-from baton_gateway.places import Parser, Part, crowds_places
+from baton_gateway.places import Parser, Part, characters, crowds_places
 
 REPETITIONS_MAX: Final = 1000
 """Bound on the product of counts within one another, over all rules; a single count is as high as it likes.
@@ -25,6 +27,8 @@ _TOKEN: Final = re.compile(
     | \{(?P<counts>[\d\s,]*)\} | (?P<bracket>[()]) | (?P<mark>[?*+|])""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
+_CHARACTER: Final = re.compile(r"\\(?:x[\da-fA-F]{2}|u[\da-fA-F]{4}|U[\da-fA-F]{8}|.)|.", re.DOTALL)
+"""A character within quotation marks."""
 _LITERAL: Final = ""
 
 
@@ -66,10 +70,20 @@ def is_crowded(grammar: str) -> bool:
             parser.alternative()
         elif found["mark"] or found["counts"] is not None:
             parser.quantify(found["mark"] or "", found["counts"] or "")
-        elif found["name"] is not None or found["literal"] not in (None, '""'):
+        elif found["name"] is not None:
             parser.add(Part(found["name"]))
+        elif found["literal"] not in (None, '""'):
+            parser.add(_literal(found["literal"]))
     parser.end()
     return crowds_places(rules)
+
+
+def _literal(text: str) -> Part:
+    if text.startswith("["):
+        return Part(begins=characters(text), characters=characters(text))
+    atoms = _CHARACTER.findall(text.removeprefix('"').removesuffix('"'))
+    found = [characters(atom if len(atom) > 1 else re.escape(atom)) for atom in atoms[:1] + sorted(set(atoms))]
+    return Part(begins=found[0] if found else 0, characters=reduce(or_, found, 0), length=len(atoms))
 
 
 def _rules(grammar: str) -> Mapping[str, Mapping[str, int]]:

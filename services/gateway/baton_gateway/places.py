@@ -1,13 +1,16 @@
 """A bound on the places of a grammar or pattern at which an answer can be at once. Pure.
 
 xgrammar computes its masks in the engine's step, for all these places. Optional parts in a row add up: each can be left
-out, so the next character can be at any of them. Alternatives are not added up, since their cost is in proportion.
+out, so the next character can be at any of them. A counted repetition is such a row, too, where the text does not say
+how often it was repeated: `([a-z]{1,9}){0,9}`, but not `([a-z]{1,9},){0,9}`. Alternatives are not added up, since their
+cost is in proportion.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 PLACES_MAX: Final = 16
@@ -19,6 +22,11 @@ WORK_MAX: Final = 8 * PLACES_MAX**3
 """Bound on the sum of these places' cubes over all sequences, since an answer can be on several ways at once."""
 PASSES_MAX: Final = 6
 """Passes over rules that refer to one another in circles. In JSON's grammar nothing changes in the third."""
+COUNTED_MAX: Final = 1 << 20
+ANY_CHARACTER: Final = (1 << 257) - 1
+"""Characters as a set of bits: the first 256, and one bit for all others."""
+_OTHERS: Final = 1 << 256
+_KNOWN: Final = "".join(map(chr, range(256)))
 
 
 class Part(NamedTuple):
@@ -28,18 +36,34 @@ class Part(NamedTuple):
     """None: a literal."""
     optional: bool = False
     repeated: bool = False
+    varies: bool = False
+    """Whether it may be repeated more or less often."""
+    counted: int = 1
+    """The most repetitions that are counted, or `COUNTED_MAX`."""
+    begins: int = ANY_CHARACTER
+    """Of a literal: characters that it can begin with, as bits."""
+    characters: int = ANY_CHARACTER
+    """Of a literal: all its characters."""
+    length: int = 1
+    """Of a literal, in characters."""
 
     def times(self, mark: str, counts: str) -> Part:
         """Return the part with a quantifier: a mark, or the counts within braces."""
         # A count of more digits than nine is as good as one of nine.
         numbers = [int(digits[:9]) for digits in re.findall(r"\d+", counts)] or [1]
+        counted = max(1, *numbers)
         if mark:
             numbers = [int(mark == "+"), 1 + (mark != "?")]
         elif counts.strip().endswith(","):
             numbers.append(2)
         elif counts.strip().startswith(","):
             numbers.append(0)
-        return Part(self.rule, self.optional or not min(numbers), self.repeated or max(numbers) > 1)
+        return self._replace(
+            optional=self.optional or not min(numbers),
+            repeated=self.repeated or max(numbers) > 1,
+            varies=self.varies or counts.strip().endswith(",") or min(numbers) < max(numbers),
+            counted=min(self.counted * counted, COUNTED_MAX),
+        )
 
 
 Rules = Mapping[str, Sequence[Sequence[Part]]]
@@ -93,47 +117,108 @@ class _Reach(NamedTuple):
     """Places at its beginning."""
     last: int
     """Places within it that remain where it can end."""
+    begins: int
+    """Characters that it can begin with, as bits."""
+    goes_on: int
+    """Characters that a longer match can have where a shorter one ends."""
+    characters: int
+    """All its characters."""
+    length: int | None
+    """In characters; None where that varies."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether the text of several, one after the other, does not say how many they are."""
+        return self.optional or bool(self.goes_on & self.begins)
+
+    def or_else(self, other: _Reach) -> _Reach:
+        """Return the reach of both alternatives."""
+        all_characters = self.characters | other.characters
+        same = self.length is not None and self.length == other.length
+        apart = same or not self.begins & other.begins
+        return _Reach(
+            optional=self.optional or other.optional,
+            first=max(self.first, other.first),
+            last=max(self.last, other.last),
+            begins=self.begins | other.begins,
+            goes_on=self.goes_on | other.goes_on | (0 if apart else all_characters),
+            characters=all_characters,
+            length=self.length if same else None,
+        )
 
 
-_ONE: Final = _Reach(optional=False, first=1, last=0)
-"""The reach of a literal, and of a rule of which nothing is known yet."""
+_UNKNOWN: Final = _Reach(optional=False, first=1, last=0, begins=0, goes_on=0, characters=0, length=1)
+"""The reach of a rule of which nothing is known yet."""
+
+
+def _reach_of(part: Part, known: Mapping[str, _Reach]) -> _Reach:
+    """Return the reach of a part without its repetitions."""
+    if part.rule is not None:
+        return known.get(part.rule, _UNKNOWN)
+    return _UNKNOWN._replace(begins=part.begins, characters=part.characters, length=part.length)
+
+
+@lru_cache(maxsize=4096)
+def characters(atom: str) -> int:
+    """Return the characters that an atom of a pattern or a class of a grammar matches, as bits; all if in doubt."""
+    if not atom.isascii():
+        return ANY_CHARACTER
+    try:
+        found = re.findall(atom, _KNOWN, re.DOTALL | re.ASCII)
+    except (re.error, OverflowError, FutureWarning):
+        return ANY_CHARACTER
+    others = _OTHERS if re.search(r"\\[uUNpPDWS]|^\[\^|^\.$", atom) else 0
+    return sum(1 << ord(each) for each in found if len(each) == 1) | others
 
 
 def crowds_places(rules: Rules) -> bool:
     """Return whether an answer can be at more places at once than `PLACES_MAX` and `WORK_MAX` allow."""
-    order, known = _inner_first(rules), dict[str | None, _Reach]()
+    order, known = _inner_first(rules), dict[str, _Reach]()
     for _ in range(PASSES_MAX):
         work, changes = 0, False
         for name in order:
-            before = reach = known.get(name, _ONE)
+            reach = None
             for sequence in rules[name]:
                 found, places = _reach(sequence, known)
                 work += places**3 if places > 1 else 0
                 if places > PLACES_MAX or work > WORK_MAX:
                     return True
-                reach = _Reach(
-                    reach.optional or found.optional, max(reach.first, found.first), max(reach.last, found.last)
-                )
-            known[name] = reach
-            changes = changes or reach != before
+                reach = found if reach is None else reach.or_else(found)
+            changes = changes or reach != known.get(name)
+            known[name] = reach or _UNKNOWN
         if not changes:
             return False
     return True
 
 
-def _reach(sequence: Sequence[Part], known: Mapping[str | None, _Reach]) -> tuple[_Reach, int]:
+def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reach, int]:
     """Return the reach of a sequence, and the most places at which the next character can be within it."""
-    optional, ahead, last, most = True, 0, 0, 0
+    optional, ahead, last, most, begins = True, 0, 0, 0, 0
     for part in reversed(sequence):
-        inner = known.get(part.rule, _ONE)
-        stays = inner.last + (inner.first if part.repeated else 0)
+        inner = _reach_of(part, known)
+        times = part.counted if inner.joins else 1
+        stays = times * (inner.last + (inner.first if part.repeated else 0))
         most = max(most, stays + ahead)
         if optional:
             last = max(last, stays + ahead)
         left_out = part.optional or inner.optional
         ahead = inner.first + (ahead if left_out else 0)
+        begins = inner.begins | (begins if left_out else 0)
         optional = optional and left_out
-    return _Reach(optional, ahead, last), max(most, ahead)
+    goes_on, characters, length = 0, 0, 0
+    for part in sequence:
+        inner = _reach_of(part, known)
+        characters |= inner.characters
+        # Where what came before goes on with what begins this part, either may be meant to the end of it.
+        behind = characters if goes_on & inner.begins else 0
+        if part.optional or inner.optional:
+            behind |= goes_on | inner.begins
+        goes_on = behind | inner.goes_on | (inner.begins if part.varies else 0)
+        if part.repeated and inner.joins:
+            goes_on |= inner.characters
+        fixed = length is not None and inner.length is not None and not part.varies
+        length = min(length + inner.length * part.counted, COUNTED_MAX) if fixed else None
+    return _Reach(optional, ahead, last, begins, goes_on, characters, length), max(most, ahead)
 
 
 def _inner_first(rules: Rules) -> list[str]:
