@@ -100,6 +100,9 @@ class Sink {
     double lease_ttl_s = 0;
     bool lingering = false;  // Kept only to deliver releases.
     double give_up_s = 0;    // Deadline while no lane is ready.
+    double led_s = 0;        // Instant at which a lane was ready last, after none was.
+    bool delivered = false;  // Whether a chunk was verified since then.
+    std::uint32_t fruitless = 0;  // Times in a row that all lanes were lost soon, before anything was delivered.
     double retry_s = 0;      // Meanwhile: when one more rail is tried.
     double idle_since_s = 0;
     std::string lost_detail;

@@ -127,7 +127,8 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
 
 // It lies in the blocks of this pool.
 void Sink::count(double now_s, Pull& pull, const Chunk& chunk) {
-  const Peer& peer = peers_.at(pull.endpoint);
+  Peer& peer = peers_.at(pull.endpoint);
+  peer.delivered = true;
   const Lane& lane = peer.lanes.at(chunk.connection);
   const std::uint64_t bytes = chunk.run.blocks * pull.pool.block_bytes;
   pull.verified[chunk.run.layer] += chunk.run.blocks;

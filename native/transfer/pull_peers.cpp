@@ -1,5 +1,6 @@
 // The sink's sources: one per endpoint, connected when a pull or a release needs it, tried again for
-// `connect_timeout_s` when the last connection is lost, closed when nothing has needed it for a while.
+// `connect_timeout_s` when the last connection is lost, closed when nothing has needed it for a while. Where agents
+// agree but no chunk ever arrives, because every launch on a GPU is refused for example, that time is not renewed.
 #include <algorithm>
 #include <stdexcept>
 
@@ -10,6 +11,7 @@ namespace baton::transfer {
 namespace {
 
 constexpr std::uint32_t kRefusalsMax = 2;  // On every rail. One may be a firewall's, while its rules are changed.
+constexpr std::uint32_t kFruitlessMax = 3;
 
 }  // namespace
 
@@ -84,6 +86,8 @@ bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
   peer->rails[lane.rail].retry_s = 0;
   peer->lease_ttl_s = handshake.lease_ttl_s();
   if (peer->control == 0) {
+    peer->led_s = now_s;
+    peer->delivered = false;
     lead(now_s, *peer, connection);
     return true;
   }
@@ -111,7 +115,11 @@ void Sink::follow(double now_s, Peer& peer, const std::string& detail) {
     if (lane.ready() && (next == nullptr || lane.rail < next->rail)) next = &lane;
   }
   if (next != nullptr) return lead(now_s, peer, next->connection);
-  if (had_one) peer.give_up_s = now_s + options_.connect_timeout_s;
+  if (had_one) {
+    const bool useful = peer.delivered || now_s >= peer.led_s + options_.connect_timeout_s;
+    peer.fruitless = useful ? 0 : peer.fruitless + 1;
+    if (peer.fruitless < kFruitlessMax) peer.give_up_s = now_s + options_.connect_timeout_s;
+  }
   // An agent listens for as long as it lives, so this one is gone.
   const auto gone = [](const SourceRail& rail) {
     return rail.retry_s == Lane::kNever || rail.refusals >= kRefusalsMax;
