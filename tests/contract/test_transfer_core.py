@@ -278,3 +278,38 @@ def test_equal_events_give_equal_actions(backend: str) -> None:
     first = run()
     assert first
     assert first == run()
+
+
+@pytest.mark.parametrize("delivers", [False, True])
+def test_a_source_that_is_lost_again_and_again_is_given_up_unless_chunks_arrive(delivers: bool) -> None:
+    """Each connection is agreed on and then lost, as where every launch on a GPU is refused."""
+    world = World([make_options(), make_options()], backend="tcp")
+    source, sink = world.nodes
+    key, blocks = bytes(16), list(range(LEASE_BLOCKS))
+    source.step(core.OpenLease(key))
+    generation = source.core.generation(key)
+    source.step(core.ExtendLease(key, generation, blocks))
+    for layer in range(LAYERS):
+        source.pool[layer][:LEASE_BLOCKS] = [(key, layer, position, generation) for position in blocks]
+    source.step(core.PostReady(key, generation, -1, TOKENS))
+    world.dest[key] = blocks
+    sink.step(core.StartPull(key, source.endpoint, 0, TOKENS, blocks, 60.0))
+    began_s = world.now_s
+
+    def is_due(pulled: int) -> bool:
+        """Whether a chunk has arrived, or, if none is to, is about to be sent."""
+        sends = any(end.reading for end in source.ends.values())
+        return sink.core.stats().pulled_blocks > pulled if delivers else sends
+
+    while not sink.reports or sink.reports[-1].kind not in TERMINAL:
+        pulled = sink.core.stats().pulled_blocks
+        while not is_due(pulled) and world.advance_one(0):
+            pass
+        for end in list(source.ends.values()):
+            world.cut(end)
+        while world.advance_one(0):
+            pass
+        world.tick(0.3)
+    end = sink.reports[-1]
+    assert (end.kind, end.cause) == (("pull_done", "none") if delivers else ("pull_failed", "unreachable"))
+    assert world.now_s - began_s < 4 * make_options().connect_timeout_s
