@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import reduce
-from operator import or_
 from typing import Final
 
 from baton_gateway.places import Parser, Part, characters, crowds_places
@@ -83,7 +82,7 @@ def _literal(text: str) -> Part:
         return Part(begins=characters(text), characters=characters(text))
     atoms = _CHARACTER.findall(text.removeprefix('"').removesuffix('"'))
     found = [characters(atom if len(atom) > 1 else re.escape(atom)) for atom in atoms[:1] + sorted(set(atoms))]
-    return Part(begins=found[0] if found else 0, characters=reduce(or_, found, 0), length=len(atoms))
+    return Part(begins=found[0] if found else 0, characters=reduce(int.__or__, found, 0), length=len(atoms))
 
 
 def _rules(grammar: str) -> Mapping[str, Mapping[str, int]]:

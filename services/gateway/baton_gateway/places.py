@@ -23,10 +23,13 @@ WORK_MAX: Final = 8 * PLACES_MAX**3
 PASSES_MAX: Final = 6
 """Passes over rules that refer to one another in circles. In JSON's grammar nothing changes in the third."""
 COUNTED_MAX: Final = 1 << 20
+ATOM_MAX: Final = 256
 ANY_CHARACTER: Final = (1 << 257) - 1
 """Characters as a set of bits: the first 256, and one bit for all others."""
 _OTHERS: Final = 1 << 256
 _KNOWN: Final = "".join(map(chr, range(256)))
+_SET_OPERATION: Final = re.compile(r"^\[.*(?<!\\)(?:\[|--|&&|~~|\|\|)", re.DOTALL)
+"""A class with what Python's `re` warns of, since other dialects take it for a set within a set."""
 
 
 class Part(NamedTuple):
@@ -155,17 +158,26 @@ def _reach_of(part: Part, known: Mapping[str, _Reach]) -> _Reach:
     """Return the reach of a part without its repetitions."""
     if part.rule is not None:
         return known.get(part.rule, _UNKNOWN)
-    return _UNKNOWN._replace(begins=part.begins, characters=part.characters, length=part.length)
+    return _literal_reach(part.begins, part.characters, part.length)
 
 
 @lru_cache(maxsize=4096)
+def _literal_reach(begins: int, characters: int, length: int) -> _Reach:
+    return _UNKNOWN._replace(begins=begins, characters=characters, length=length)
+
+
 def characters(atom: str) -> int:
     """Return the characters that an atom of a pattern or a class of a grammar matches, as bits; all if in doubt."""
-    if not atom.isascii():
-        return ANY_CHARACTER
+    # What is long is in doubt, too: it would be kept.
+    doubtful = len(atom) > ATOM_MAX or not atom.isascii() or _SET_OPERATION.search(atom)
+    return ANY_CHARACTER if doubtful else _characters(atom)
+
+
+@lru_cache(maxsize=4096)
+def _characters(atom: str) -> int:
     try:
         found = re.findall(atom, _KNOWN, re.DOTALL | re.ASCII)
-    except (re.error, OverflowError, FutureWarning):
+    except (re.error, OverflowError):
         return ANY_CHARACTER
     others = _OTHERS if re.search(r"\\[uUNpPDWS]|^\[\^|^\.$", atom) else 0
     return sum(1 << ord(each) for each in found if len(each) == 1) | others
@@ -194,8 +206,8 @@ def crowds_places(rules: Rules) -> bool:
 def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reach, int]:
     """Return the reach of a sequence, and the most places at which the next character can be within it."""
     optional, ahead, last, most, begins = True, 0, 0, 0, 0
-    for part in reversed(sequence):
-        inner = _reach_of(part, known)
+    inners = [_reach_of(part, known) for part in sequence]
+    for part, inner in zip(reversed(sequence), reversed(inners), strict=True):
         times = part.counted if inner.joins else 1
         stays = times * (inner.last + (inner.first if part.repeated else 0))
         most = max(most, stays + ahead)
@@ -205,9 +217,9 @@ def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reac
         ahead = inner.first + (ahead if left_out else 0)
         begins = inner.begins | (begins if left_out else 0)
         optional = optional and left_out
-    goes_on, characters, length = 0, 0, 0
-    for part in sequence:
-        inner = _reach_of(part, known)
+    goes_on, characters = 0, 0
+    length: int | None = 0
+    for part, inner in zip(sequence, inners, strict=True):
         characters |= inner.characters
         # Where what came before goes on with what begins this part, either may be meant to the end of it.
         behind = characters if goes_on & inner.begins else 0
@@ -216,8 +228,10 @@ def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reac
         goes_on = behind | inner.goes_on | (inner.begins if part.varies else 0)
         if part.repeated and inner.joins:
             goes_on |= inner.characters
-        fixed = length is not None and inner.length is not None and not part.varies
-        length = min(length + inner.length * part.counted, COUNTED_MAX) if fixed else None
+        if length is None or inner.length is None or part.varies:
+            length = None
+        else:
+            length = min(length + inner.length * part.counted, COUNTED_MAX)
     return _Reach(optional, ahead, last, begins, goes_on, characters, length), max(most, ahead)
 
 
