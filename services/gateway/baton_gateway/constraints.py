@@ -18,7 +18,7 @@ from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind
 from baton_gateway.ebnf import REPETITIONS_MAX, is_crowded, multiplies_repetitions
 from baton_gateway.json_schema import DEPTH_MAX, check_pattern, check_schema, is_within_depth, spell_lengths
-from baton_gateway.places import PLACES_MAX
+from baton_gateway.places import CROWDED
 
 FIELDS: Final = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag")
 BYTES_MAX: Final = 256 << 10
@@ -90,8 +90,7 @@ def grammar_constraint(grammar: object, where: str) -> Constraint:
         said = f"`{where}`: counts of repetitions within repetitions multiply to at most {REPETITIONS_MAX}"
         raise InvalidRequest(said, param=where)
     if is_crowded(text):
-        said = f"`{where}`: at most {PLACES_MAX} optional or repeated parts in a row, and few such rows"
-        raise InvalidRequest(said, param=where)
+        raise InvalidRequest(f"`{where}`: {CROWDED}", param=where)
     return Constraint(kind=ConstraintKind.GRAMMAR, text=text)
 
 

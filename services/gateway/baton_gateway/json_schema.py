@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
-from baton_gateway.places import PLACES_MAX, Parser, Part, characters, crowds_places
+from baton_gateway.places import CROWDED, Parser, Part, characters, crowds_places
 
 DEPTH_MAX: Final = 64
 PATTERN_CHARACTERS_MAX: Final = 4096
@@ -289,8 +289,7 @@ def check_pattern(pattern: object, where: str | _Below) -> None:
     if _steps(pattern, where) > PATTERN_STEPS_MAX:
         raise _wrong(where, "repetitions within repetitions make this regular expression too large")
     if _is_crowded(pattern):
-        said = f"a regular expression has at most {PLACES_MAX} optional or repeated parts in a row, and few such rows"
-        raise _wrong(where, said)
+        raise _wrong(where, f"a regular expression has {CROWDED}")
 
 
 def _steps(pattern: str, where: str | _Below) -> int:

@@ -20,6 +20,12 @@ Optional classes of letters in a row are the worst known (decision 0034).
 """
 WORK_MAX: Final = 8 * PLACES_MAX**3
 """Bound on the sum of these places' cubes over all sequences, since an answer can be on several ways at once."""
+CROWDED: Final = (
+    f"at most {PLACES_MAX} optional or repeated parts in a row, and few such rows; a counted repetition is such a row, "
+    "too, unless each part ends with what the next cannot begin with: put a separator between the parts, or leave the "
+    "count out"
+)
+"""What the author of a grammar or pattern beyond these bounds is told."""
 PASSES_MAX: Final = 6
 """Passes over rules that refer to one another in circles. In JSON's grammar nothing changes in the third."""
 COUNTED_MAX: Final = 1 << 20
