@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import openai
 
@@ -72,8 +73,12 @@ async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenA
     answers: list[tuple[int, str]] = []
 
     async def ask_on(number: int) -> None:
-        while not changed.is_set():
-            answers.append((number, await tell(client, number)))
+        # Prompts that no worker has cached: else they would go to those that have, and not to the one that changed.
+        for turn in itertools.count():
+            if changed.is_set():
+                break
+            salt = f"{number}, {turn}"
+            answers.append((number, await tell(client, number, ignore_eos=True, cache_salt=salt)))
 
     async with asyncio.TaskGroup() as group:
         for number in numbers:
