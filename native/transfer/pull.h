@@ -98,12 +98,12 @@ class Sink {
     ConnectionId control = 0;  // The lane for pull requests and their answers; 0: none is ready.
     std::size_t lanes_wanted = 1;
     double lease_ttl_s = 0;
-    bool lingering = false;  // Kept only to deliver releases.
-    double give_up_s = 0;    // Deadline while no lane is ready.
-    double led_s = 0;        // Instant at which a lane was ready last, after none was.
-    bool delivered = false;  // Whether a chunk was verified since then.
+    bool lingering = false;       // Kept only to deliver releases.
+    double give_up_s = 0;         // Deadline while no lane is ready.
+    double led_s = 0;             // Instant at which a lane was ready last, after none was.
+    bool delivered = false;       // Whether a chunk was verified since then.
     std::uint32_t fruitless = 0;  // Times in a row that all lanes were lost soon, before anything was delivered.
-    double retry_s = 0;      // Meanwhile: when one more rail is tried.
+    double retry_s = 0;           // Meanwhile: when one more rail is tried.
     double idle_since_s = 0;
     std::string lost_detail;
     std::size_t pulls = 0;                 // Number of pulls, without fencing ones.
