@@ -237,8 +237,8 @@ def test_a_post_that_follows_no_stream_shows(make: MakeGpu, gpu: FakeGpu) -> Non
     generation = source.lease(KEY, SOURCE_BLOCKS)
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     source.agent.complete_lease(KEY, generation, TOKENS)
-    pull(sink, source)
-    assert sink.wait_end(KEY).cause is Cause.UNREACHABLE
+    pull(sink, source, budget_s=0.5)
+    assert sink.wait_end(KEY).kind is EventKind.PULL_FAILED
     assert sink.is_poison()
     gpu.synchronise()
 
