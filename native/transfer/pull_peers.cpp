@@ -10,8 +10,8 @@
 namespace baton::transfer {
 namespace {
 
-constexpr std::uint32_t kRefusalsMax = 2;  // On every rail. One may be a firewall's, while its rules are changed.
-constexpr std::uint32_t kFruitlessMax = 3;
+constexpr std::uint32_t kRefusalsMax = 2;   // On every rail. One may be a firewall's, while its rules are changed.
+constexpr std::uint32_t kFruitlessMax = 3;  // Fewer may be a source that restarts.
 
 }  // namespace
 

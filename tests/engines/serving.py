@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import openai
 
@@ -75,10 +74,8 @@ async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenA
 
     async def ask_on(number: int) -> None:
         # Prompts that no worker has cached: else they would go to those that have, and not to the one that changed.
-        for turn in itertools.count():
-            if changed.is_set():
-                break
-            salt = f"{number}, {turn}"
+        while not changed.is_set():
+            salt = str(len(answers))
             answers.append((number, await tell(client, number, ignore_eos=True, cache_salt=salt)))
 
     async with asyncio.TaskGroup() as group:

@@ -65,7 +65,7 @@ async def check_prefill_killed_after_it_lent(engines: Engines, names: tuple[str,
     tokens, salt = pair.prompt(2400), "prefill killed"
     begin = tokens[:PROMPT_TOKENS]
     alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
-    # An engine borrows once its ranks have agreed on agents, in its first step; a worker's canary takes that.
+    # A vLLM that has not run a step yet computes the prompt instead of borrowing; a worker's canary is its first step.
     await collect(lent.decode, lent.request(lent.prompt(40), ONCE))
     first = await prefilled_by_lender(pair, begin, salt)
     await pair.prefill.abort(first.request, first.attempt)

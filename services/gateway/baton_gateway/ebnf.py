@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Final
 
-from baton_gateway.places import Parser, Part, characters, crowds_places
+from baton_gateway.places import Parser, Part, characters, crowds_places, one_of
 
 REPETITIONS_MAX: Final = 1000
 """Bound on the product of counts within one another, over all rules; a single count is as high as it likes.
@@ -79,7 +79,7 @@ def is_crowded(grammar: str) -> bool:
 
 def _literal(text: str) -> Part:
     if text.startswith("["):
-        return Part(begins=characters(text), characters=characters(text))
+        return one_of(text)
     atoms = _CHARACTER.findall(text.removeprefix('"').removesuffix('"'))
     found = [characters(atom if len(atom) > 1 else re.escape(atom)) for atom in atoms[:1] + sorted(set(atoms))]
     return Part(begins=found[0] if found else 0, characters=reduce(int.__or__, found, 0), length=len(atoms))

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
-from baton_gateway.places import CROWDED, Parser, Part, characters, crowds_places
+from baton_gateway.places import CROWDED, Parser, Part, crowds_places, one_of
 
 DEPTH_MAX: Final = 64
 PATTERN_CHARACTERS_MAX: Final = 4096
@@ -332,7 +332,7 @@ def _is_crowded(pattern: str) -> bool:
         elif _repetitions(found) is not None:
             parser.quantify("", token[1:-1])
         elif token not in _ANCHORS:
-            parser.add(Part(begins=characters(token), characters=characters(token)))
+            parser.add(one_of(token))
     parser.end()
     return crowds_places(rules)
 

@@ -50,11 +50,11 @@ class Part(NamedTuple):
     counted: int = 1
     """The most repetitions that are counted, or `COUNTED_MAX`."""
     begins: int = ANY_CHARACTER
-    """Of a literal: characters that it can begin with, as bits."""
+    """Characters that a literal can begin with, as bits."""
     characters: int = ANY_CHARACTER
-    """Of a literal: all its characters."""
+    """All characters of a literal, as bits."""
     length: int = 1
-    """Of a literal, in characters."""
+    """Length of a literal, in characters."""
 
     def times(self, mark: str, counts: str) -> Part:
         """Return the part with a quantifier: a mark, or the counts within braces."""
@@ -133,7 +133,7 @@ class _Reach(NamedTuple):
     characters: int
     """All its characters."""
     length: int | None
-    """In characters; None where that varies."""
+    """Length in characters; None where that varies."""
 
     @property
     def joins(self) -> bool:
@@ -170,6 +170,12 @@ def _reach_of(part: Part, known: Mapping[str, _Reach]) -> _Reach:
 @lru_cache(maxsize=4096)
 def _literal_reach(begins: int, characters: int, length: int) -> _Reach:
     return _UNKNOWN._replace(begins=begins, characters=characters, length=length)
+
+
+def one_of(atom: str) -> Part:
+    """Return the part that an atom of a pattern, or a class of a grammar, is."""
+    found = characters(atom)
+    return Part(begins=found, characters=found)
 
 
 def characters(atom: str) -> int:
