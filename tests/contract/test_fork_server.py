@@ -138,6 +138,7 @@ def test_nothing_outlives_a_test_process_that_is_killed() -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         started = psutil.Process(parent.pid).children(recursive=True)
-        assert child in started and len(started) == 2, started
         parent.kill()
+    # The fork server, too, and perhaps the process in between, whose end the fork server had not seen yet.
+    assert child in started and len(started) >= 2, started
     until_gone(started)
