@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from baton.clock import SystemClock
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
 from baton.node.ports import system_ports
-from baton.node.service import Node
+from baton.node.service import Node, rare_collections
 from baton.telemetry import Metrics, Tracing
 from baton.worker.process import LoadingWorker
 from benchmarks.report import Row, report
@@ -192,8 +191,8 @@ class System:
 async def running_system(model: Path, intake: IntakePool) -> AsyncGenerator[System]:
     """Run a gateway, a scheduler and a worker on this loop, over a bus in memory."""
     async with AsyncExitStack() as stack:
-        # `load_to_stay` exempts what it finds from collection: the worker's transfer agent, too.
-        stack.callback(gc.unfreeze)
+        # As in a gateway's process. What `load_to_stay` exempts from collection is unfrozen then, too.
+        stack.enter_context(rare_collections())
         network = MemoryNetwork()
         stack.push_async_callback(network.close)
 

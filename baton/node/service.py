@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol, TypeVar
 
@@ -106,16 +106,25 @@ class Process:
         """Serve until a signal, and report readiness on the status port, with metrics from `scrape` if given."""
         self._status.check_ready = service.check_ready
         self._status.scrape = scrape or self._status.scrape
-        # What is loaded by now stays. A full collection that visits it stops a service for 20 ms.
-        gc.collect()
-        gc.freeze()
-        usual = gc.get_threshold()
-        gc.set_threshold(YOUNG_OBJECTS_MAX)
-        try:
+        with rare_collections():
             await serve(service, self._stop)
-        finally:
-            gc.set_threshold(*usual)
-            gc.unfreeze()  # At the end of the process, cycles that hold native objects must go.
+
+
+@contextmanager
+def rare_collections() -> Generator[None]:
+    """Exempt what is loaded by now from garbage collection, which is rarer within this context.
+
+    A full collection that visits all modules stops a service for 20 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    usual = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS_MAX)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()  # At the end of the process, cycles that hold native objects must go.
 
 
 def run(

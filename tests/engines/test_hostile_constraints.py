@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from baton_gateway.constraints import BYTES_MAX, constraint_of
 from baton_gateway.json_schema import DEPTH_MAX
-from baton_gateway.places import PLACES_MAX
+from baton_gateway.places import PLACES_MAX, WRITTEN_OUT_MAX
 from cross_engines import COMPACT, engines_fixture, named_pair
 
 from baton.errors import InvalidRequest
@@ -61,6 +61,7 @@ AT_THE_LIMIT: Final[Mapping[str, Callable[[int], dict[str, Any]]]] = {
     "regex, optional": lambda more: regex("[a-z]?" * (PLACES_MAX + more)),
     "grammar, counts": lambda more: grammar(f'root ::= ([a-z]{{0,10}} ","){{0,{100 + more}}}'),
     "grammar, row of counts": lambda more: grammar(f"root ::= ([a-z]{{0,100}}){{0,{PLACES_MAX // 2 + more}}}"),
+    "grammar, high count": lambda more: grammar(f"root ::= ([a-z] [0-9]?){{0,{WRITTEN_OUT_MAX + more}}}"),
     "grammar, optional": lambda more: grammar("root ::= " + "[a-z]? " * (PLACES_MAX + more)),
     "grammar, rules": lambda more: grammar(f"root ::= a a a a {'[a-z]?' * more}\na ::= b b\nb ::= c c\nc ::= [a-z]?"),
 }

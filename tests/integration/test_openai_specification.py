@@ -75,12 +75,24 @@ pytestmark = [
 ]
 
 
+def published() -> dict[str, Any]:
+    """Return the published specification, with `nullable`, a word of an earlier OpenAPI, as a type."""
+
+    def with_null(value: dict[str, Any]) -> dict[str, Any]:
+        if value.get("nullable") is True and "type" in value:
+            value["type"] = [value["type"], "null"]
+            value.get("enum", []).append(None)
+        return value
+
+    return json.loads(SPECIFICATION.read_text(), object_hook=with_null)
+
+
 def specification() -> dict[str, Any]:
     """Return the specification with requests that have only known fields, and nothing that is refused.
 
     Otherwise few requests would be answered. `docs/api-fields.md` and `docs/responses-api.md` list what is refused.
     """
-    document = json.loads(SPECIFICATION.read_text())
+    document = published()
     schemas = document["components"]["schemas"]
     for name in REQUESTS.values():
         properties, required = parts_of(schemas[name], schemas)
@@ -142,7 +154,7 @@ class Observed:
     def __init__(self, path: str, document: dict[str, Any]) -> None:
         self.path = path
         self._fields = NAMES.union(ResponsesBody.model_fields if path == "/responses" else ())
-        schemas = document["components"]["schemas"]
+        schemas = specification()["components"]["schemas"]
         self._properties = self._fields | properties_in(schemas[REQUESTS[path]], schemas, set())
         """Names of fields at any depth; what else an error names was made up."""
         self.request = validator(document, REQUESTS[path])
@@ -163,7 +175,10 @@ class Observed:
         if response.status_code != 200:
             error = error_of(response)
             if not faults and response.status_code == 400:
-                self.stricter[self.path, self.place_of(str(error["param"]))] = f"{error['message']}: {body}"
+                place = self.place_of(str(error["param"]))
+                if "does not know this field" in error["message"]:
+                    place = place.rpartition(".")[0] or place
+                self.stricter[self.path, place] = f"{error['message']}: {body}"
             return
         for fault in faults:
             place = pattern_of(".".join(map(str, fault.absolute_path)))
@@ -178,9 +193,10 @@ class Observed:
             *events, done = [event.rpartition("data: ")[2] for event in response.text.strip().split("\n\n")]
             assert done == "[DONE]", response.text
             wrong = [(fault, event) for event in events for fault in self.chunk.iter_errors(json.loads(event))]
-        for fault, text in wrong:
+        for fault, text in ((inner, text) for outer, text in wrong for inner in within(outer)):
             place = pattern_of(".".join(map(str, fault.absolute_path)))
-            self.answers[self.path, place] = f"{fault.message[:300]}: {text[:500]}"
+            # An event has the response within it.
+            self.answers[self.path, place.removeprefix("response.")] = f"{fault.message[:300]}: {text[:500]}"
 
     def place_of(self, param: str) -> str:
         """Return the field that an error names, as the document lists it."""
@@ -189,6 +205,15 @@ class Observed:
             return "any other name"
         known = takewhile(lambda part: part.partition("[")[0] in self._properties, place.split("."))
         return ".".join(known)
+
+
+def within(fault: Any) -> list[Any]:
+    """Return what is wrong in the member of a union whose type a value has, or the fault itself."""
+    members: dict[Any, list[Any]] = {}
+    for inner in fault.context or ():
+        members.setdefault(inner.schema_path[0], []).append(inner)
+    own = [faults for faults in members.values() if not any(list(each.path) == ["type"] for each in faults)]
+    return [each for inner in own[0] for each in within(inner)] if len(own) == 1 else [fault]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -245,7 +270,7 @@ def created(client: httpx.Client) -> str:
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("path", list(REQUESTS))
 async def test_requests_of_the_specification(path: str, valid: bool) -> None:
-    observed = Observed(path, json.loads(SPECIFICATION.read_text()))
+    observed = Observed(path, published())
     async with stage_with_store() as stage:
         stage.say("the quick brown fox")
         with httpx.Client(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
@@ -288,7 +313,7 @@ async def test_requests_of_the_specification(path: str, valid: bool) -> None:
 async def test_requests_about_stored_responses(method: str, path: str, valid: bool) -> None:
     statuses: Counter[tuple[bool, int]] = Counter()
     answers = OPERATIONS[method, path]
-    checks = answers and validator(json.loads(SPECIFICATION.read_text()), answers)
+    checks = answers and validator(published(), answers)
     async with stage_with_store() as stage:
         stage.say("the quick brown fox")
         with httpx.Client(base_url=stage.base_url, timeout=HANG_S, verify=False) as client:
@@ -317,7 +342,7 @@ async def test_requests_about_stored_responses(method: str, path: str, valid: bo
 
 
 async def test_models_of_the_specification() -> None:
-    document = json.loads(SPECIFICATION.read_text())
+    document = published()
     async with open_stage(Settings(port=0)) as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
         validator(document, "ListModelsResponse").validate((await client.get("/v1/models")).json())
         validator(document, "Model").validate((await client.get(f"/v1/models/{MODEL}")).json())

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 from baton_gateway.ebnf import REPETITIONS_MAX, is_crowded, multiplies_repetitions
-from baton_gateway.places import PLACES_MAX
+from baton_gateway.places import PLACES_MAX, WRITTEN_OUT_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +69,10 @@ ROOMY = [
     f"root ::= ([a-z]{{1,10}}){{0,{PLACES_MAX // 2}}}",
     f"root ::= ([a-z]?){{0,{PLACES_MAX}}}",
     "root ::= (([a-z]+)*)*",
+    # High counts that do not vary, of one character, or of parts that end with what they do not begin with.
+    f"root ::= ([a-z] [0-9]?){{0,{WRITTEN_OUT_MAX}}} ([a-z] [a-z]){{1000}} ([a-z] [a-z]){{2,}}",
+    "root ::= x{0,1000} [a-z]{1000,}\nx ::= [a-z] | [0-9]",
+    'root ::= ([a-z] [0-9]){0,1000} ("ab" | "c d"){0,1000}',
 ]
 CROWDED = [
     f'root ::= {LETTERS} "a"',
@@ -91,6 +95,11 @@ CROWDED = [
     'root ::= x{0,100}\nx ::= y\ny ::= z{1,10}\nz ::= [a-z] | "b" [a-z]',
     'root ::= (" "? [a-z]{1,10}){0,100}',
     "root ::= ([\\u4e00-\\u9fff]{1,10}){0,100}",
+    # High counts that vary, of parts without separators.
+    f"root ::= ([a-z] [0-9]?){{0,{WRITTEN_OUT_MAX + 1}}}",
+    "root ::= ([a-z] [a-z]){1000,}",
+    'root ::= x{1,1000}\nx ::= y | "ab"\ny ::= [b-z]{2}',
+    'root ::= ("aba" ","?){0,1000}',
 ]
 
 

@@ -81,8 +81,9 @@ def _literal(text: str) -> Part:
     if text.startswith("["):
         return one_of(text)
     atoms = _CHARACTER.findall(text.removeprefix('"').removesuffix('"'))
-    found = [characters(atom if len(atom) > 1 else re.escape(atom)) for atom in atoms[:1] + sorted(set(atoms))]
-    return Part(begins=found[0] if found else 0, characters=reduce(int.__or__, found, 0), length=len(atoms))
+    found = [characters(atom if len(atom) > 1 else re.escape(atom)) for atom in (*atoms[:1], *set(atoms), *atoms[-1:])]
+    begins, *_, ends = found or (0, 0)
+    return Part(begins=begins, characters=reduce(int.__or__, found, 0), ends=ends, length=len(atoms))
 
 
 def _rules(grammar: str) -> Mapping[str, Mapping[str, int]]:

@@ -4,6 +4,9 @@ xgrammar computes its masks in the engine's step, for all these places. Optional
 out, so the next character can be at any of them. A counted repetition is such a row, too, where the text does not say
 how often it was repeated: `([a-z]{1,9}){0,9}`, but not `([a-z]{1,9},){0,9}`. Alternatives are not added up, since their
 cost is in proportion.
+
+Where a high count may vary, xgrammar follows all repetitions that an answer may have made so far. What it follows grows
+with the answer if a token can be parts of several: `([a-z][a-z]){0,1000}`, but not `([a-z],){0,1000}`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ CROWDED: Final = (
 PASSES_MAX: Final = 6
 """Passes over rules that refer to one another in circles. In JSON's grammar nothing changes in the third."""
 COUNTED_MAX: Final = 1 << 20
+WRITTEN_OUT_MAX: Final = 128
+"""The most repetitions that xgrammar writes out as rules (`kUnzipThreshold` in its `grammar_functor.cc`)."""
 ATOM_MAX: Final = 256
 ANY_CHARACTER: Final = (1 << 257) - 1
 """Characters as a set of bits: the first 256, and one bit for all others."""
@@ -53,6 +58,8 @@ class Part(NamedTuple):
     """Characters that a literal can begin with, as bits."""
     characters: int = ANY_CHARACTER
     """All characters of a literal, as bits."""
+    ends: int = ANY_CHARACTER
+    """Characters that a literal can end with."""
     length: int = 1
     """Length of a literal, in characters."""
 
@@ -132,6 +139,8 @@ class _Reach(NamedTuple):
     """Characters that a longer match can have where a shorter one ends."""
     characters: int
     """All its characters."""
+    ends: int
+    """Characters that it can end with."""
     length: int | None
     """Length in characters; None where that varies."""
 
@@ -139,6 +148,11 @@ class _Reach(NamedTuple):
     def joins(self) -> bool:
         """Whether the text of several, one after the other, does not say how many they are."""
         return self.optional or bool(self.goes_on & self.begins)
+
+    def follows(self, part: Part) -> bool:
+        """Return whether xgrammar follows many repetitions of it at once; `part`: how often it is repeated."""
+        long = part.varies and part.counted > WRITTEN_OUT_MAX and self.length != 1
+        return long and bool(self.ends & self.begins)
 
     def or_else(self, other: _Reach) -> _Reach:
         """Return the reach of both alternatives."""
@@ -152,11 +166,12 @@ class _Reach(NamedTuple):
             begins=self.begins | other.begins,
             goes_on=self.goes_on | other.goes_on | (0 if apart else all_characters),
             characters=all_characters,
+            ends=self.ends | other.ends,
             length=self.length if same else None,
         )
 
 
-_UNKNOWN: Final = _Reach(optional=False, first=1, last=0, begins=0, goes_on=0, characters=0, length=1)
+_UNKNOWN: Final = _Reach(optional=False, first=1, last=0, begins=0, goes_on=0, characters=0, ends=0, length=1)
 """The reach of a rule of which nothing is known yet."""
 
 
@@ -164,18 +179,18 @@ def _reach_of(part: Part, known: Mapping[str, _Reach]) -> _Reach:
     """Return the reach of a part without its repetitions."""
     if part.rule is not None:
         return known.get(part.rule, _UNKNOWN)
-    return _literal_reach(part.begins, part.characters, part.length)
+    return _literal_reach(part.begins, part.characters, part.ends, part.length)
 
 
 @lru_cache(maxsize=4096)
-def _literal_reach(begins: int, characters: int, length: int) -> _Reach:
-    return _UNKNOWN._replace(begins=begins, characters=characters, length=length)
+def _literal_reach(begins: int, characters: int, ends: int, length: int) -> _Reach:
+    return _UNKNOWN._replace(begins=begins, characters=characters, ends=ends, length=length)
 
 
 def one_of(atom: str) -> Part:
     """Return the part that an atom of a pattern, or a class of a grammar, is."""
     found = characters(atom)
-    return Part(begins=found, characters=found)
+    return Part(begins=found, characters=found, ends=found)
 
 
 def characters(atom: str) -> int:
@@ -217,14 +232,15 @@ def crowds_places(rules: Rules) -> bool:
 
 def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reach, int]:
     """Return the reach of a sequence, and the most places at which the next character can be within it."""
-    optional, ahead, last, most, begins = True, 0, 0, 0, 0
+    optional, ahead, last, most, begins, ends = True, 0, 0, 0, 0, 0
     inners = [_reach_of(part, known) for part in sequence]
     for part, inner in zip(reversed(sequence), reversed(inners), strict=True):
-        times = part.counted if inner.joins else 1
+        times = part.counted if inner.joins or inner.follows(part) else 1
         stays = times * (inner.last + (inner.first if part.repeated else 0))
         most = max(most, stays + ahead)
         if optional:
             last = max(last, stays + ahead)
+            ends |= inner.ends
         left_out = part.optional or inner.optional
         ahead = inner.first + (ahead if left_out else 0)
         begins = inner.begins | (begins if left_out else 0)
@@ -244,7 +260,7 @@ def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reac
             length = None
         else:
             length = min(length + inner.length * part.counted, COUNTED_MAX)
-    return _Reach(optional, ahead, last, begins, goes_on, characters, length), max(most, ahead)
+    return _Reach(optional, ahead, last, begins, goes_on, characters, ends, length), max(most, ahead)
 
 
 def _inner_first(rules: Rules) -> list[str]:

@@ -103,6 +103,8 @@ class ReasoningConfig(_Strict):
     effort: Annotated[str, Field(max_length=32)] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Changes nothing: reasoning is given in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Earlier name of `summary`."""
 
 
 class NamedTool(_Strict):
