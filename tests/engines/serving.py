@@ -63,10 +63,13 @@ async def tell(
     return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
 
-async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
-    """Change two workers' roles there and back while answers are asked for, and compare all that is said."""
-    # As many as keep three prefill workers busy now and then: with fewer, the one that is predicted slowest gets none.
-    numbers = range(100, 110)
+async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenAI, *, at_once: int) -> None:
+    """Change two workers' roles there and back while answers are asked for, and compare all that is said.
+
+    `at_once`: requests at a time, as many as keep each prefill worker busy now and then: with fewer, the one that is
+    predicted slowest gets none.
+    """
+    numbers = range(100, 100 + at_once)
     expected = {number: await tell(client, number, mode="never") for number in numbers}
     before = {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
     changed = asyncio.Event()

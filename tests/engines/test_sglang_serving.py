@@ -40,4 +40,5 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
 
 async def test_roles_change_under_answers(cluster: Cluster) -> None:
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        await change_roles_under_answers(cluster, client)
+        # At times all need one worker, whose KV has room for five.
+        await change_roles_under_answers(cluster, client, at_once=4)

@@ -178,7 +178,7 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
 
 @pytest.mark.timeout(300)
 async def test_roles_change_under_answers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
-    await change_roles_under_answers(cluster, client)
+    await change_roles_under_answers(cluster, client, at_once=10)
 
 
 STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
