@@ -22,8 +22,8 @@ from benchmarks.intake import CHAT, COMPLETIONS, MODEL, System, bodies, running_
 COMPUTATION_MS_MAX: Final = 25.0
 """Longest computation of the gateway's loop beside any of these bodies; on the loop, some would take up to 0.9 s."""
 GROWTH_MIB_MAX: Final = 96.0
-HELD_MIB_MAX: Final = 1024.0
-"""What these bodies may leave this process and the intake processes with; one alone takes 850 MiB meanwhile."""
+HELD_MIB_MAX: Final = 512.0
+"""Memory that a gateway and its intake processes may keep after these bodies; one alone takes 850 MiB meanwhile."""
 ROUNDS: Final = 3
 PLAIN: Final = "{{ messages[0].content }}"
 

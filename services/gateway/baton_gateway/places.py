@@ -149,10 +149,10 @@ class _Reach(NamedTuple):
         """Whether the text of several, one after the other, does not say how many they are."""
         return self.optional or bool(self.goes_on & self.begins)
 
-    def follows(self, part: Part) -> bool:
-        """Return whether xgrammar follows many repetitions of it at once; `part`: how often it is repeated."""
-        long = part.varies and part.counted > WRITTEN_OUT_MAX and self.length != 1
-        return long and bool(self.ends & self.begins)
+    def at_once(self, part: Part) -> int:
+        """Return how many repetitions an answer can be in at once; `part`: how often it is repeated."""
+        high = part.varies and part.counted > WRITTEN_OUT_MAX and self.length != 1
+        return part.counted if self.joins or (high and self.ends & self.begins) else 1
 
     def or_else(self, other: _Reach) -> _Reach:
         """Return the reach of both alternatives."""
@@ -235,8 +235,7 @@ def _reach(sequence: Sequence[Part], known: Mapping[str, _Reach]) -> tuple[_Reac
     optional, ahead, last, most, begins, ends = True, 0, 0, 0, 0, 0
     inners = [_reach_of(part, known) for part in sequence]
     for part, inner in zip(reversed(sequence), reversed(inners), strict=True):
-        times = part.counted if inner.joins or inner.follows(part) else 1
-        stays = times * (inner.last + (inner.first if part.repeated else 0))
+        stays = inner.at_once(part) * (inner.last + (inner.first if part.repeated else 0))
         most = max(most, stays + ahead)
         if optional:
             last = max(last, stays + ahead)
