@@ -173,6 +173,34 @@ async def test_a_long_body_counts_nothing_towards_the_head_behind_it(stage: Stag
     writer.close()
 
 
+def head_of(content_bytes: int) -> bytes:
+    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {content_bytes}\r\n\r\n".encode()
+
+
+async def test_the_rest_of_a_refused_body_is_received(stage: Stage) -> None:
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for _ in range(2):  # Each body is shorter than what is received of one, both together are longer.
+        writer.write(head_of(200_000))
+        assert b" 413 " in await reader.readuntil(b"}}")
+        writer.write(b"x" * 200_000)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert b'{"status":"alive"}' in await reader.read()
+    writer.close()
+
+
+async def test_an_endless_body_is_left_once_it_is_refused(stage: Stage) -> None:
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head_of(1 << 40))
+    assert b" 413 " in await reader.readuntil(b"}}")
+    with pytest.raises(ConnectionError):
+        for _ in range(256):  # More MiB than the sockets' buffers hold.
+            writer.write(b"x" * (1 << 20))
+            await writer.drain()
+    writer.close()
+
+
 async def test_a_body_in_a_coding(client: httpx.AsyncClient) -> None:
     response = await client.post(CHAT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
     assert "gzip" in error_of(response, 400, "invalid_request")["message"]

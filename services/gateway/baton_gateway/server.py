@@ -35,6 +35,11 @@ BACKLOG: Final = 4096
 UPGRADE_FIELD: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 HEAD_BYTES_MAX: Final = 64 << 10
 """Longest request line and headers together: twice what proxies let through."""
+UNREAD_BYTES_MAX: Final = 256 << 10
+"""Rest of a body that is received after its answer, so that the connection serves the next request, too."""
+LEAVING_S: Final = 0.5
+"""Time that a client has to read an answer to a longer body, as in Go's `net/http`. The connection is not closed at
+once: data that nobody has read would reset it, and some clients would lose the answer."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -45,6 +50,8 @@ class Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     """Timer that runs from the start of a connection or request to the end of the request's head."""
     _head_bytes = 0
+    _unread_bytes = 0
+    """Bytes of the present request's body that came after the answer to it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wrapped = TurnTransport(cast("asyncio.Transport", transport), self.writer, self.loop.call_soon)
@@ -86,13 +93,27 @@ class Protocol(HttpToolsProtocol):
         extensions[WRITE_EXTENSION] = partial(write_parts, self.cycle)
         self.cycle.on_response = partial(self._end_response, extensions)
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            was_received, self._unread_bytes = self._unread_bytes <= UNREAD_BYTES_MAX, self._unread_bytes + len(body)
+            if was_received and self._unread_bytes > UNREAD_BYTES_MAX:
+                self._leave()
+
     def on_message_complete(self) -> None:
+        self._unread_bytes = 0
         self._head_bytes = 0  # Bytes after the end of this request begin the next one.
         super().on_message_complete()
 
     def _end_response(self, extensions: dict[str, Any]) -> None:
         extensions.clear()  # One of them holds the cycle, which holds them: the garbage collector would have to look.
         self.on_response_complete()
+
+    def _leave(self) -> None:
+        """Receive no more; end the connection once the client had time to read its answer."""
+        self.transport.pause_reading()
+        self.transport.write_eof()
+        self.loop.call_later(LEAVING_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse("400 Bad Request", "this is not a valid HTTP request")

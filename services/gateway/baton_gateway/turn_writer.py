@@ -65,6 +65,10 @@ class TurnTransport(asyncio.Transport):
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
+    def write_eof(self) -> None:
+        self.flush()
+        self._transport.write_eof()
+
     def close(self) -> None:
         self.flush()
         self._transport.close()
