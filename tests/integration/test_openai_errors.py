@@ -112,10 +112,18 @@ async def test_a_body_without_a_length_is_cut_off_too(client: httpx.AsyncClient)
     error_of(response, 413, "payload_too_large")
 
 
+async def connect(stage: Stage) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def head_of(content_bytes: int) -> bytes:
+    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {content_bytes}\r\n\r\n".encode()
+
+
 async def test_a_body_that_never_comes(impatient: Stage) -> None:
-    host, port = impatient.base_url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    reader, writer = await connect(impatient)
+    writer.write(head_of(100) + b"{")
     answer = await reader.read(4096)
     assert b"400" in answer.split(b"\r\n")[0]
     assert b"did not arrive" in answer
@@ -124,8 +132,7 @@ async def test_a_body_that_never_comes(impatient: Stage) -> None:
 
 async def exchange(stage: Stage, sent: bytes) -> tuple[int, bytes]:
     """Send bytes; return the status and the body received until the connection ends."""
-    host, port = stage.base_url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connect(stage)
     writer.write(sent)
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
@@ -148,8 +155,7 @@ async def test_heads_that_are_none(impatient: Stage, sent: bytes, status: int) -
 
 async def test_a_connection_without_a_request_is_closed() -> None:
     async with open_stage(Settings(port=0, keep_alive_s=1)) as stage:
-        host, port = stage.base_url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connect(stage)
         assert await reader.read() == b""
         writer.close()
 
@@ -163,23 +169,16 @@ async def test_an_offer_of_another_protocol_is_declined(client: httpx.AsyncClien
 
 async def test_a_long_body_counts_nothing_towards_the_head_behind_it(stage: Stage) -> None:
     body = json.dumps(HI).encode() + b" " * 70_000
-    first = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    host, port = stage.base_url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(first + body + b"GET /health HTTP/1.1\r\nhost: ")
+    reader, writer = await connect(stage)
+    writer.write(head_of(len(body)) + body + b"GET /health HTTP/1.1\r\nhost: ")
     assert b" 200 " in await reader.readuntil(b"\r\n")
     writer.write(b"x\r\nconnection: close\r\n\r\n")
     assert b'{"status":"alive"}' in await reader.read()
     writer.close()
 
 
-def head_of(content_bytes: int) -> bytes:
-    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {content_bytes}\r\n\r\n".encode()
-
-
 async def test_the_rest_of_a_refused_body_is_received(stage: Stage) -> None:
-    host, port = stage.base_url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connect(stage)
     for _ in range(2):  # Each body is shorter than what is received of one, both together are longer.
         writer.write(head_of(200_000))
         assert b" 413 " in await reader.readuntil(b"}}")
@@ -190,8 +189,7 @@ async def test_the_rest_of_a_refused_body_is_received(stage: Stage) -> None:
 
 
 async def test_an_endless_body_is_left_once_it_is_refused(stage: Stage) -> None:
-    host, port = stage.base_url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connect(stage)
     writer.write(head_of(1 << 40))
     assert b" 413 " in await reader.readuntil(b"}}")
     with pytest.raises(ConnectionError):

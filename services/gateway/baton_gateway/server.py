@@ -96,8 +96,9 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         if self.cycle.response_complete:
-            was_received, self._unread_bytes = self._unread_bytes <= UNREAD_BYTES_MAX, self._unread_bytes + len(body)
-            if was_received and self._unread_bytes > UNREAD_BYTES_MAX:
+            before_bytes = self._unread_bytes
+            self._unread_bytes += len(body)
+            if before_bytes <= UNREAD_BYTES_MAX < self._unread_bytes:
                 self._leave()
 
     def on_message_complete(self) -> None:
