@@ -51,6 +51,10 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     kv_file_bytes: int = 0
 
 
+class EventsHeard(msgspec.Struct, tag="events_heard", frozen=True):
+    """Word that our process listens to the engine's events."""
+
+
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
     key: bytes
 
@@ -73,7 +77,7 @@ class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
     """Request for `Stats`, for tests and benchmarks."""
 
 
-Order = Setup | EndLease | LendPrefix | SetFaults | AskStats
+Order = Setup | EventsHeard | EndLease | LendPrefix | SetFaults | AskStats
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):

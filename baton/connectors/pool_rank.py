@@ -69,11 +69,15 @@ class PoolRank:
         *,
         cells: CellTable | None = None,
         sharing: CellSharing | None = None,
+        events_heard: bool = True,
     ) -> None:
         """`copier`: None where this rank got no memory; then `slots` is 0. `lending`: the pool's agent, which lends and
         borrows slots as an engine's agent leases and pulls blocks. `file`: the tier below the pool. `cells` and
-        `sharing`: where hand-offs are staged in the pool's memory."""
+        `sharing`: where hand-offs are staged in the pool's memory. `events_heard`: see there."""
         self.slots = slots
+        self.events_heard = events_heard
+        """Whether the engine's events reach somebody. An engine steps before that and its publisher drops what nobody
+        hears, so the blocks of an old file are told later."""
         self.lending = lending
         self._cells = CellTable(slots) if cells is None else cells
         self._sharing = sharing
@@ -206,7 +210,7 @@ class PoolRank:
         self._late_s |= {load.job.job: now_s + load.budget_s for load in plan.loads}
 
     def _take_filed(self, file: FileTier) -> None:
-        found, scanned = file.take_found(FOUND_MAX) if self._scanning else ([], False)
+        found, scanned = file.take_found(FOUND_MAX) if self._scanning and self.events_heard else ([], False)
         self._scanning = self._scanning and not scanned
         ended = file.poll()
         self._filing -= len(ended)

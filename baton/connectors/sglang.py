@@ -34,6 +34,7 @@ from baton.connectors.link import (
     KV_DID_NOT_ARRIVE,
     AskStats,
     EndLease,
+    EventsHeard,
     Failed,
     LendPrefix,
     Opened,
@@ -204,7 +205,7 @@ class BatonScheduler(Scheduler):
             rank.watch(file.fileno())
         sharing = None if staged is None else staged.copier
         lending = HandoffRank(agent, place)
-        return PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
+        return PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing, events_heard=False)
 
     def make_agent(self, options: AgentOptions) -> NativeAgent:
         """Return an agent of this process; tests may bring their own."""
@@ -347,6 +348,9 @@ class BatonScheduler(Scheduler):
             match order:
                 case EndLease(key=key) if rank is not None:
                     rank.end_lease(key)
+                case EventsHeard():
+                    if self.handoffs is not None and self.handoffs.kv_pool is not None:
+                        self.handoffs.kv_pool.events_heard()
                 case LendPrefix(key=key):
                     if self.handoffs is not None and self.handoffs.kv_pool is not None:
                         self.handoffs.kv_pool.lend(order)

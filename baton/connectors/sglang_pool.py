@@ -149,6 +149,10 @@ class SglangPool:
         """Note that all that a request waited for has ended on all ranks, promotions included."""
         self._scheduler.received(rid)
 
+    def events_heard(self) -> None:
+        """Note that the streaming process listens to the engine's events."""
+        self._rank.events_heard = True
+
     @property
     def slots(self) -> int:
         return self._rank.slots

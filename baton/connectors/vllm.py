@@ -335,7 +335,9 @@ class BatonConnector(KVConnectorBase_V1):
             self._rank.watch(file.fileno())
         sharing = None if staged is None else staged.copier
         lending = HandoffRank(agent, place)
-        self._pool_rank = PoolRank(pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing)
+        self._pool_rank = PoolRank(
+            pool.slots, copier, lending, file, cells=pool.cells, sharing=sharing, events_heard=False
+        )
 
     def make_copies(self) -> CopyEngine:
         """Return the engine that copies between the cache and host memory; tests may bring their own."""

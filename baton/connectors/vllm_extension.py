@@ -35,6 +35,12 @@ class BatonWorker:
             "kv_identity": connector.kv_identity,
         }
 
+    def baton_events_heard(self) -> None:
+        """Note that the streaming process listens to the engine's events."""
+        pool = self._baton().pool_rank
+        if pool is not None:
+            pool.events_heard = True
+
     def baton_end_lease(self, key: bytes) -> None:
         """Revoke a lease for good; its blocks are freed with the next step."""
         rank = self._baton().rank

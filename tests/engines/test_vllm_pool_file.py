@@ -82,6 +82,7 @@ def test_what_the_pool_evicted_comes_from_the_file(tiny_model: Path, tmp_path: P
     with started(tiny_model, tmp_path, **options) as engine:
         tokens = prompt(960, 1)
         first = engine.ask(tokens)
+        written(engine)
         for seed in (2, 3, 4):
             engine.ask(prompt(960, seed), 1)
         assert pool_of(engine)["evicted_blocks"] > 30

@@ -78,12 +78,13 @@ class FilingEngine(ToyEngine):
     path: Path = Path()
     file_slots: int = 64
     file_class: type[KvFile] = KvFile
+    events_heard: bool = True
     loading: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def make_rank(self, pool: KvPool) -> PoolRank:
         size = Geometry(pool.stride_bytes).file_bytes(self.file_slots)
         self.tier = HeldTier(self.file_class(self.path, pool, size, content=CONTENT), self.random)
-        return PoolRank(pool.slots, self.copier, None, self.tier)
+        return PoolRank(pool.slots, self.copier, None, self.tier, events_heard=self.events_heard)
 
     def admit(self, tokens: list[int]) -> None:
         self.names += 1
@@ -324,6 +325,22 @@ class _Silent(HeldTier):
 
     def take_found(self, count_max: int) -> tuple[list[PlacedBlock], bool]:
         return [], True
+
+
+def test_an_old_file_is_told_once_events_are_heard(tmp_path: Path) -> None:
+    engine = FilingEngine(Random(1), slots=16, path=tmp_path / "kv")
+    engine.run(50)
+    engine.rest()
+    engine.tier.close()
+    again = FilingEngine(Random(2), slots=16, path=tmp_path / "kv", events_heard=False)
+    again.step(())
+    assert again.filing.directory is None
+    assert again.scheduler.is_busy, "the engine goes on stepping until it may tell"
+    again.rank.events_heard = True
+    again.step(())
+    assert again.filing.directory is not None
+    assert again.filing.directory.ready > 0
+    again.tier.close()
 
 
 def test_the_toy_engine_leaves_no_slot_behind_in_a_full_file(tmp_path: Path) -> None:

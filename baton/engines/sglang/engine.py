@@ -18,6 +18,7 @@ from baton.connectors.link import (
     TOKEN_TIME_PARAMETER,
     AskStats,
     EndLease,
+    EventsHeard,
     LendPrefix,
     Opened,
     PrefixLent,
@@ -92,6 +93,7 @@ class SglangEngine:
             self._opened = ranks[0]
             self._failure = ""
             await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
+            self._host.tell(EventsHeard())
         except BaseException:
             await self.close()
             raise

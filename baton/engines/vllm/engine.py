@@ -76,6 +76,7 @@ class VllmEngine:
             self._failure = ""
             self._watch = asyncio.create_task(self._watch_engine(self._llm), name="vllm-watch")
             await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
+            await self._ask_ranks("baton_events_heard")
             return await self._describe(self._llm, self._host.digest)
         except BaseException:
             await self.close()
