@@ -143,7 +143,7 @@ class HandoffRank:
     def end(self, *, expecting: bool = False) -> RankResults:
         """Close the step and return what has finished since the last one.
 
-        `copying`: the source that is watched has news to come.
+        `expecting`: a source that is watched has news to come.
         """
         self._computing = []
         if self._idle and (self.is_active or expecting) and not self._results.sent and not self._results.received:
