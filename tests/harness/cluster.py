@@ -215,6 +215,12 @@ class Cluster:
         """Host and port of a service's status endpoint."""
         return self._address(name, "status is served")
 
+    async def metrics(self, name: str) -> dict[str, float]:
+        """Return a service's metrics by series."""
+        async with httpx.AsyncClient(timeout=HANG_S) as client:
+            text = (await client.get(f"http://{self.status_address(name)}/metrics")).text
+        return {series: float(value) for series, value in re.findall(r"^(baton_\S+) (\S+)$", text, re.MULTILINE)}
+
     def _address(self, name: str, what: str) -> str:
         # The newest line, in case the service was restarted.
         lines = re.findall(rf"{what} on (\S+) port (\d+)", self.services[name].log.read_text())

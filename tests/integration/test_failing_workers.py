@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -52,15 +50,9 @@ async def ask_all(cluster: Cluster) -> list[str]:
     return await asyncio.gather(*(ask(cluster, prompt) for prompt in PROMPTS))
 
 
-async def metrics(cluster: Cluster, service: str) -> dict[str, float]:
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://{cluster.status_address(service)}/metrics")).text
-    return {name: float(value) for name, value in re.findall(r"^(baton_\S+) (\S+)$", text, re.MULTILINE)}
-
-
 async def wait_metric(cluster: Cluster, service: str, series: str, least: float) -> None:
     async with asyncio.timeout(HANG_S):
-        while (await metrics(cluster, service)).get(series, 0.0) < least:  # noqa: ASYNC110 - another process.
+        while (await cluster.metrics(service)).get(series, 0.0) < least:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.1)
 
 
@@ -85,7 +77,7 @@ async def test_a_worker_that_stands_still_is_taken_out_and_comes_back(cluster: C
     async with asyncio.timeout(HANG_S):
         while not await serves():
             pass
-    figures = await metrics(cluster, "scheduler")
+    figures = await cluster.metrics("scheduler")
     assert figures['baton_breakers{kind="worker",state="open"}'] == 0
 
 
@@ -102,4 +94,4 @@ async def test_a_request_that_ends_workers_is_stopped_and_others_survive(cluster
     assert len(dead) == 2
     for name in dead:
         assert name in str(stopped.value)
-    assert (await metrics(cluster, "gateway"))['baton_answers_total{end="request_stopped"}'] == 1
+    assert (await cluster.metrics("gateway"))['baton_answers_total{end="request_stopped"}'] == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.limits import HANG_S
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -28,12 +26,8 @@ PATIENT = ("--admission-wait-s", "200", "--accept-s", "5", "--lost-after-s", "10
 
 async def held(cluster: Cluster, *schedulers: str) -> int:
     """Return how many requests these schedulers hold."""
-    count = 0.0
-    async with httpx.AsyncClient(timeout=HANG_S) as client:
-        for name in schedulers:
-            shown = (await client.get(f"http://{cluster.status_address(name)}/metrics")).text
-            count += sum(map(float, re.findall(r"^baton_held_requests\S* (\S+)$", shown, re.MULTILINE)))
-    return int(count)
+    shown = [await cluster.metrics(name) for name in schedulers]
+    return int(sum(each[series] for each in shown for series in each if series.startswith("baton_held_requests")))
 
 
 async def wait_held(cluster: Cluster, answers: list[asyncio.Task[int]], *schedulers: str) -> None:

@@ -31,6 +31,8 @@ OUTPUT_TOKENS = 8
 ENGINE = {"speed": 1.0, "step_fixed_s": 0.03, "prefill_token_s": 0.0006, "blocks": 1024, "eos_probability": 0.0}
 PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
 """No worker counts as lost on a busy machine, so each request is sent once."""
+SENT, RUN = "baton_attempts_total", "baton_worker_attempts_ended_total"
+"""Metrics of a gateway and of a worker that count attempts by their end."""
 SURE = ("--index-timeout-s", "20")
 """No placement goes without the index on a busy machine."""
 
@@ -92,11 +94,11 @@ def is_even(tasks: Counter[str]) -> bool:
     return all(0.8 <= share <= 1.2 for role in Role for share in shares(role))
 
 
-async def ended_attempts(cluster: Cluster, worker: str) -> int:
-    """Return the attempts that a worker's own metrics count."""
-    async with httpx.AsyncClient() as client:
-        shown = (await client.get(f"http://{cluster.status_address(worker)}/metrics")).text
-    return sum(int(float(value)) for value in re.findall(r"^baton_worker_attempts_ended_total\S* (\S+)$", shown, re.M))
+async def ended_attempts(cluster: Cluster, service: str, metric: str) -> Counter[str]:
+    """Return the attempts that a service's own metric counts, by their end."""
+    series = re.compile(rf'{metric}\{{end="(\w+)"\}}')
+    shown = await cluster.metrics(service)
+    return Counter({found[1]: int(value) for name, value in shown.items() if (found := series.fullmatch(name))})
 
 
 async def start(cluster: Cluster, *workers: str) -> None:
@@ -120,6 +122,7 @@ async def test_workers_that_join_and_leave_take_and_lose_their_share(tmp_path: P
             await load.next_tasks(AT_ONCE)
             spread = await load.next_tasks(COUNTED)
             assert is_even(spread), spread
+            assert (+await ended_attempts(cluster, "gateway", SENT)).keys() == {"done"}
             counted = {worker: load.tasks[worker] for worker in joining}
             for worker in joining:
                 leaving = cluster.services.pop(worker)
@@ -128,8 +131,12 @@ async def test_workers_that_join_and_leave_take_and_lose_their_share(tmp_path: P
         print(dict(spread), counted)
         assert set(left) == {"prefill-0", "decode-0", "decode-1"}
         for worker in ("prefill-0", "decode-0", "decode-1"):
-            assert await ended_attempts(cluster, worker) == load.tasks[worker], "each worker counts what it did"
-        assert sum(load.tasks[f"decode-{number}"] for number in range(3)) == load.answered, "each ran once"
+            ended = await ended_attempts(cluster, worker, RUN)
+            assert ended.total() == load.tasks[worker], "each worker counts what it did"
+        ended = +await ended_attempts(cluster, "gateway", SENT)
+        assert ended.keys() <= {"done", "busy"}, "a worker that leaves declines what is on its way to it"
+        assert ended["done"] == load.answered, "each ran once"
+        assert ended.total() == sum(load.tasks[f"decode-{number}"] for number in range(3))
 
 
 @pytest.mark.nightly
