@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "gpu/move.cuh"
 #include "gpu/runtime.cuh"
@@ -56,8 +57,6 @@ struct BatonGpuQueue {
     const bool good = cudaStreamSynchronize(stream) == cudaSuccess;
     *static_cast<volatile std::uint32_t*>(stop) = 0;
     launched = taken = ended = 0;
-    std::uint64_t count = 0;
-    [[maybe_unused]] const auto drained = ::read(fd, &count, sizeof count);
     return good;
   }
 
@@ -91,19 +90,22 @@ void CUDART_CB on_ended(void* self) {
   [[maybe_unused]] const auto written = ::write(fd, &one, sizeof one);
 }
 
+std::unique_ptr<BatonGpuQueue> take_idle(BatonGpu& gpu) {
+  const std::lock_guard held(gpu.lock);
+  if (gpu.idle.empty()) return nullptr;
+  auto queue = std::move(gpu.idle.back());
+  gpu.idle.pop_back();
+  return queue;
+}
+
 std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
-  {
-    const std::lock_guard held(gpu.lock);
-    if (!gpu.idle.empty()) {
-      auto queue = std::move(gpu.idle.back());
-      gpu.idle.pop_back();
-      return queue;
-    }
-  }
-  auto queue = std::make_unique<BatonGpuQueue>();
+  auto queue = take_idle(gpu);
+  const bool used_before = queue != nullptr;
+  if (!used_before) queue = std::make_unique<BatonGpuQueue>();
   queue->gpu = &gpu;
   queue->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (queue->fd < 0) throw Failure{BATON_GPU_NO_MEMORY, "no event descriptor"};
+  if (used_before) return queue;
   // Awaited KV takes precedence over the rest of a step.
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "no stream priorities");
@@ -124,6 +126,8 @@ std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
 void close_queue(std::unique_ptr<BatonGpuQueue> queue) {
   if (!queue->end()) return;
   BatonGpu& gpu = *queue->gpu;
+  // The descriptor's owner watches it: only closing it ends that.
+  ::close(std::exchange(queue->fd, -1));
   const std::lock_guard held(gpu.lock);
   gpu.idle.push_back(std::move(queue));
 }

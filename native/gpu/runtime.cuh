@@ -67,28 +67,11 @@ BatonGpuStatus guarded(const Body& body) {
   }
 }
 
-// Preserves the caller's current device on the caller's thread.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&before_), "no current device");
-    if (device != before_) check(cudaSetDevice(device), "the device cannot be used");
-    changed_ = device != before_;
-  }
-  ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
 // Driver functions that the runtime lacks. A system-wide fence of the stream's earlier work precedes the write, which
 // needs no multiprocessor, so a busy GPU does not delay it.
 struct Driver {
+  int (*get_context)(void** context);
+  int (*set_context)(void* context);
   int (*get_address_range)(unsigned long long* base, std::size_t* bytes, unsigned long long address);
   int (*write_value)(cudaStream_t stream, unsigned long long address, std::uint64_t value, unsigned flags);
 };
@@ -97,17 +80,37 @@ const Driver& driver() {
   static const auto found = [] {
     Driver calls{};
     if (void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)) {
+      calls.get_context = reinterpret_cast<decltype(calls.get_context)>(::dlsym(library, "cuCtxGetCurrent"));
+      calls.set_context = reinterpret_cast<decltype(calls.set_context)>(::dlsym(library, "cuCtxSetCurrent"));
       calls.get_address_range =
           reinterpret_cast<decltype(calls.get_address_range)>(::dlsym(library, "cuMemGetAddressRange_v2"));
       calls.write_value = reinterpret_cast<decltype(calls.write_value)>(::dlsym(library, "cuStreamWriteValue64_v2"));
     }
     return calls;
   }();
-  if (found.get_address_range == nullptr || found.write_value == nullptr) {
+  if (found.get_context == nullptr || found.set_context == nullptr || found.get_address_range == nullptr ||
+      found.write_value == nullptr) {
     throw Failure{BATON_GPU_NO_DRIVER, "there is no NVIDIA driver here (libcuda.so.1), or one that is too old"};
   }
   return found;
 }
+
+// Makes the device's context current on this thread, and at the end again what was current before: the driver's own
+// functions need one, and a thread that has used no CUDA has none. Restoring a device's number instead would create a
+// context on GPU 0, of which such a thread has the number, too.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    if (driver().get_context(&before_) != 0) before_ = nullptr;
+    check(cudaSetDevice(device), "the device cannot be used");
+  }
+  ~OnDevice() { driver().set_context(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  void* before_ = nullptr;
+};
 
 using Process = std::array<std::uint8_t, 16>;
 
