@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton_native import Agent, DeviceMemory, GpuUnavailable, Options, Report
-from baton_native.bench_copies import Figure, measure_copies, median_gb_per_s
+from baton_native.bench_copies import Figure, measure_copies, median_gb_per_s, random_bytes
 from baton_native.layout import Chunk, DeviceMover, Layout, Pool, Table, convert
 
 BLOCK_TOKENS = 16
@@ -116,7 +116,7 @@ def measure_conversions(library: str, tokens: int, layers: int) -> list[Figure]:
 def verify_conversion(mover: DeviceMover, library: str, from_layout: Layout, to_layout: Layout) -> None:
     """Raise unless the GPU writes what the host writes, into a poisoned cache, for a ragged range."""
     tokens, first, count = 256, 5, 200
-    data = random.Random(1).randbytes(Cache(from_layout, tokens, None).bytes)
+    data = random_bytes(1, Cache(from_layout, tokens, None).bytes)
     source, sink = Cache(from_layout, tokens, library), Cache(to_layout, tokens, library)
     host_source, host_sink = Cache(from_layout, tokens, None), Cache(to_layout, tokens, None)
     source.memory.write(0, data)
@@ -178,7 +178,7 @@ class GpuNode:
 
 
 def content(size: int) -> bytes:
-    return random.Random(7).randbytes(size)
+    return random_bytes(7, size)
 
 
 def serve(library: str) -> None:
@@ -319,13 +319,20 @@ def main() -> None:
         return sys.exit(1) if arguments.goals else None
     sys.stdout.write(f"{device}\n")
     blocks = arguments.tokens // BLOCK_TOKENS
-    figures = measure_copies(arguments.library, arguments.tokens // BLOCK_TOKENS * arguments.layers * BLOCK_BYTES)
-    figures += measure_conversions(arguments.library, arguments.tokens, arguments.layers)
-    figures += measure_pulls(arguments.library, arguments.layers, blocks)
-    for figure in figures:
-        share = f"{figure.of_limit:>8.0%}" if figure.of_limit else ""
-        goal = f", goal {figure.goal:.0%}: {'missed' if figure.is_missed else 'met'}" if figure.goal else ""
-        sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}{goal}\n")
+    library, layers = arguments.library, arguments.layers
+    figures: list[Figure] = []
+    for measure in (
+        lambda: measure_copies(library, blocks * layers * BLOCK_BYTES),
+        lambda: measure_conversions(library, arguments.tokens, layers),
+        lambda: measure_pulls(library, layers, blocks),
+    ):
+        measured = measure()
+        figures += measured
+        for figure in measured:
+            share = f"{figure.of_limit:>8.0%}" if figure.of_limit else ""
+            goal = f", goal {figure.goal:.0%}: {'missed' if figure.is_missed else 'met'}" if figure.goal else ""
+            sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}{goal}\n")
+        sys.stdout.flush()
     sys.stdout.write("copies, conversions and pulls are right, cancelled and late pulls wrote nothing\n")
     if arguments.out:
         results = {"device": device, "figures": [asdict(figure) for figure in figures]}
