@@ -154,12 +154,16 @@ def goal_ms(chunk_bytes: float, gb_per_s: Sequence[float]) -> float:
 
 def copy_speeds() -> list[float]:
     """Return the speeds of copies from the GPU and to it, in GB/s, which `baton_native.bench_cuda` has measured."""
-    figures = json.loads((RESULTS / "gpu.json").read_text())["figures"]
+    measured = RESULTS / "gpu.json"
+    if not measured.exists():
+        sys.exit(f"{measured} is missing; `python -m baton_native.bench_cuda --out {measured}` measures it")
+    figures = json.loads(measured.read_text())["figures"]
     speeds = {figure["what"]: float(figure["gb_per_s"]) for figure in figures}
     return [speeds[f"{way}, 16 KiB pieces"] for way in ("GPU to host", "host to GPU")]
 
 
 async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
+    copies_gb_per_s = copy_speeds() if device == "cuda" else []
     async with running_pair(model, kv_path="staged", **OPTIONS[device]) as pair:
         bench = Bench(pair)
         await bench.round(ORDERS[0])
@@ -182,7 +186,7 @@ async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
     if device == "cuda":
         token_bytes = moved.moved_bytes / moved.pulls / (PROMPT_TOKENS - 1)
         chunk_bytes = token_bytes * (PROMPT_TOKENS % STEP_TOKENS)
-        goals = {"goal": goal_ms(chunk_bytes, [*copy_speeds(), moved.moved_bytes / moved.moving_s / 1e9])}
+        goals = {"goal": goal_ms(chunk_bytes, [*copies_gb_per_s, moved.moved_bytes / moved.moving_s / 1e9])}
     return [*rows, Row.against("prefill's end to decode's first token", "ms", after_ms, **goals)]
 
 

@@ -53,7 +53,7 @@ KV_POOL_BYTES_MAX: Final = 4 << 30
 HANDOFF_FOR_POOL: Final = "an engine that hands off KV (on a GPU: kv_path=staged or ipc)"
 WHOLE_ON_CUDA: Final = (
     "on CUDA decode workers serve requests whole, unless kv_path=staged or kv_path=ipc asks for hand-offs, "
-    "which have not run on a GPU"
+    "whose cost beside decode has not been measured on a GPU"
 )
 
 

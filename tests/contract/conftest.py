@@ -77,8 +77,8 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     params=[
         "cuda-ipc",
         "cuda-put",
-        "cuda-ipc on a GPU",
-        "cuda-put on a GPU",
+        pytest.param("cuda-ipc on a GPU", marks=pytest.mark.gpu),
+        pytest.param("cuda-put on a GPU", marks=pytest.mark.gpu),
         pytest.param("cuda-ipc or staged", marks=pytest.mark.nightly),
         pytest.param("direct+staged for cuda-ipc, with a device", marks=pytest.mark.nightly),
         "direct",

@@ -74,7 +74,7 @@ class Rig:
 MakeRig = Callable[[], Rig]
 
 
-@pytest.fixture(params=["host", "cuda", "cuda on a GPU"])
+@pytest.fixture(params=["host", "cuda", pytest.param("cuda on a GPU", marks=pytest.mark.gpu)])
 def make_rig(request: pytest.FixtureRequest) -> Iterator[MakeRig]:
     rigs: list[Rig] = []
     library = request.getfixturevalue("fake_gpu").library if request.param == "cuda" else ""

@@ -1,4 +1,4 @@
-"""Two engines on one GPU, prefill to decode, staged through host memory: `make test-gpu` runs it.
+"""Two engines on one GPU, prefill to decode, staged through host memory or by CUDA IPC: `make test-gpu` runs it.
 
 Nightly the same tests run with vLLM on a CPU, whose copies a thread makes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from engine_pair import Pair, check_several_at_once, prompt, start_engine
 from engine_process import EngineError, EngineProcess, until
 
 STAGED: dict[str, Any] = {"kv_path": "staged", "kv_pool_bytes": 512 << 20}
-# A share of the GPU's memory for three at a time; the caches themselves are of a fixed size.
+# A share of the GPU's memory for four at a time; the caches themselves are of a fixed size.
 VLLM = STAGED | {"connector": "baton.connectors.vllm:BatonConnector", "device": "cuda", "gpu_memory_utilization": 0.12}
+IPC = {"kv_path": "ipc"}
 
 
 def graphs(mode: str) -> dict[str, Any]:
@@ -28,9 +30,9 @@ def graphs(mode: str) -> dict[str, Any]:
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "vllm eager": VLLM | {"enforce_eager": True},
+    "vllm full, ipc": VLLM | graphs("FULL") | IPC,
+    "vllm eager, ipc": VLLM | IPC | {"enforce_eager": True},
     "vllm piecewise": VLLM | graphs("PIECEWISE"),
-    "vllm full": VLLM | graphs("FULL"),
     # In float32, as needed for equal tokens; its default is for 16 bits. The share includes what others use.
     "sglang triton": STAGED | {"device": "cuda", "attention_backend": "triton", "mem_fraction_static": 0.8},
     "vllm cpu": STAGED | {"connector": "baton.connectors.vllm:BatonConnector"},
@@ -39,29 +41,25 @@ ENGINES: dict[str, dict[str, Any]] = {
 """Options by name. Each engine serves either leg."""
 ON_CPU = "vllm cpu to vllm cpu too"
 PAIRS = (
-    "vllm eager to vllm full",
-    "vllm piecewise to vllm full",
-    "vllm full to vllm eager",
-    "sglang triton to vllm full",
-    "vllm full to sglang triton",
+    "vllm full, ipc to vllm eager, ipc",
+    "vllm eager, ipc to vllm piecewise",
+    "vllm piecewise to vllm full, ipc",
+    "sglang triton to vllm full, ipc",
+    "vllm full, ipc to sglang triton",
 )
-RUNNING_MAX = 3
+"""By CUDA IPC where both sides have it, else staged. Few engines: each takes half a minute to start."""
 
 
 @pytest.fixture(scope="module")
 def get(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], EngineProcess]]:
-    """Provide a function that returns an engine by name. At first use it starts it; the one used longest ago ends."""
+    """Provide a function that returns an engine by name, which it starts at first use."""
     running: dict[str, EngineProcess] = {}
 
     def get(name: str) -> EngineProcess:
-        engine = running.pop(name, None)
-        if engine is None:
-            while len(running) >= RUNNING_MAX:
-                running.pop(next(iter(running))).close()
+        if name not in running:
             kind = "sglang" if name.startswith("sglang") else "vllm"
-            engine = start_engine(tiny_model, tmp_path_factory, "decode", kind, **ENGINES[name])
-        running[name] = engine
-        return engine
+            running[name] = start_engine(tiny_model, tmp_path_factory, "decode", kind, **ENGINES[name])
+        return running[name]
 
     yield get
     for engine in running.values():
@@ -79,12 +77,22 @@ def pair(request: pytest.FixtureRequest, get: Callable[[str], EngineProcess]) ->
     return Pair(get(prefill), get(decode))
 
 
+def pulls(pair: Pair) -> Counter[str]:
+    """Return decode's pulls so far, by backend."""
+    return Counter({name: totals["pulls"] for name, totals in pair.decode.ask("transfers")["pulls"]["done"].items()})
+
+
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
-def test_output_equals_one_engines(pair: Pair, tokens: int) -> None:
-    ids = prompt(tokens, seed=tokens)
+def test_output_equals_one_engines(pair: Pair, tokens: int, request: pytest.FixtureRequest) -> None:
+    ids, before = prompt(tokens, seed=tokens), pulls(pair)
     output, last = pair.disaggregated(ids, 24)
     assert output == pair.aggregated(ids, 24)
     assert last["transferred_tokens"] == tokens - 1
+    (backend,) = pulls(pair) - before
+    if request.node.name.count("ipc") == 2:
+        assert backend == "cuda-ipc"
+    else:
+        assert backend.endswith("+staged")
     pair.settled()
 
 
@@ -94,7 +102,7 @@ def test_several_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.ends_engines
-@pytest.mark.parametrize("pair", ["vllm full to vllm eager", nightly(ON_CPU)], indirect=True, scope="module")
+@pytest.mark.parametrize("pair", ["vllm full, ipc to vllm piecewise", nightly(ON_CPU)], indirect=True, scope="module")
 def test_prefill_that_is_killed_in_the_middle_of_a_transfer(pair: Pair) -> None:
     """Decode is rid of the pull and its slots, and serves on."""
     ids, name = prompt(1500, seed=9), pair.name()

@@ -26,7 +26,8 @@ from tests.contract.transfer_rig import (
 from tests.harness.limits import HANG_S
 
 WAYS = ("cuda-ipc", "cuda-put", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
-every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma", "cuda-ipc on a GPU", "cuda-put on a GPU"])
+ON_A_GPU = [pytest.param(f"{way} on a GPU", marks=pytest.mark.gpu) for way in ("cuda-ipc", "cuda-put")]
+every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma", *ON_A_GPU])
 
 
 @pytest.fixture(params=WAYS)
