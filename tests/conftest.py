@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -23,6 +24,10 @@ LEFT_OUT: Final = pytest.StashKey[int]()
 # starts would compile all of its modules again, which is half of an engine's start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Thousands of tests are objects that live as long as the process: collections of garbage would look at all of them,
 # which is half of what each worker needs to begin and to end.
