@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, help=f"of {' '.join(WORKLOADS)}, or other counts")
     parser.add_argument("--peer-python", default=os.environ.get("PEER_PYTHON", ""), help="an interpreter with Dynamo")
     arguments = parser.parse_args()
+    if arguments.peer_python and shutil.which(str(arguments.peer_python)) is None:
+        parser.error(f"there is no program {arguments.peer_python}; name a Python that has ai-dynamo, or none")
     pythons = {"dynamo": arguments.peer_python} if arguments.peer_python else {}
     pythons |= {"dictionary": sys.executable, "flat": sys.executable, "tree": sys.executable}
     rows: list[Row] = []
