@@ -297,7 +297,7 @@ gpu-steps:
 	@rm -f .cache/not-run-gpu .cache/goals-missed
 	-@.venv/bin/baton doctor
 	$(call timed,copies and pulls,.venv/bin/python -m baton_native.bench_cuda --goals --out benchmarks/results/gpu.json || touch .cache/goals-missed)
-	$(call timed,contract tests on the GPU,.venv/bin/$(GPU_PYTEST) -m 'gpu and not nightly' -n 2 tests/contract tests/integration/test_transfer_processes.py)
+	$(call timed,contract tests on the GPU,.venv/bin/$(GPU_PYTEST) -m gpu -n 2 tests/contract tests/integration/test_transfer_processes.py)
 	$(call timed,two engines on the GPU,.venv-vllm-cuda/bin/$(GPU_PYTEST) $(DAILY) tests/engines/test_vllm_gpu.py)
 	$(call timed,decode beside staging,.venv-vllm-cuda/bin/python -m benchmarks.staging --device cuda || touch .cache/goals-missed)
 	@! grep -s skipped .cache/not-run-gpu || { echo 'baton: the tests above were skipped on this GPU' >&2; exit 1; }

@@ -1,9 +1,8 @@
 // Copies between the host and the device: a stream for each direction.
 //
-// Small copies are made by a kernel that reads or writes the host's memory over the bus, which few CTAs fill. The copy
-// engine reaches, on an H200 and as a share of one large copy, 63 to 71 % with copies of 64 KiB, and with those of 16
-// KiB 40 % to the host and 7 % to the device; the kernel 93 to 95 %. Large copies are the copy engine's, as fast there,
-// which leaves the multiprocessors alone.
+// Small copies are made by a kernel that reads or writes the host's memory over the bus, which few CTAs fill: a copy
+// engine needs too long for each. Large copies are the copy engine's, which leaves the multiprocessors alone. The
+// figures are in docs/decisions/0048-copies-between-host-and-device.md.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +55,7 @@ const BatchCall& batch_call() {
 constexpr std::uint64_t kKernelBytesMax = 512 << 10;  // Mean size of copies from which the copy engine is faster.
 constexpr std::uint32_t kUnitBytes = 16 << 10;        // Small, so that all CTAs end at about the same time.
 constexpr std::uint32_t kUnitsMax = 8192;             // Of a launch.
-constexpr std::uint32_t kCopyCtas = 32;  // Fill PCIe 5.0 from copies of 4 KiB on; from 16 KiB on, 8 would do.
+constexpr std::uint32_t kCopyCtas = 32;               // They fill PCIe 5.0.
 
 // One launch's copies, each of `kUnitBytes` at most, on both sides.
 struct Units {
@@ -146,17 +145,16 @@ std::unique_ptr<BatonGpuCopies> open_copies(BatonGpu& gpu, BatonGpuCopied copied
   copies->gpu = &gpu;
   copies->copied = copied;
   copies->context = context;
-  int reaches_host = 0, least = 0, greatest = 0;
+  int reaches_host = 0;
   check(cudaDeviceGetAttribute(&reaches_host, cudaDevAttrCanUseHostPointerForRegisteredMem, gpu.device),
         "the GPU does not say what it is");
   copies->reaches_host = reaches_host != 0;
   // Loads the kernel, as `warm_up` does with the others.
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, copy_units), "the kernel cannot be used");
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "no stream priorities");
   for (auto& lane : copies->lanes) {
     lane.copies = copies.get();
-    check(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest), "no stream");
+    lane.stream = make_urgent_stream();
     lane.idle.push_back(make_units());
   }
   return copies;
@@ -179,18 +177,6 @@ bool suits_kernel(const BatonGpuCopies& copies, BatonGpuDirection direction, con
   return total < kKernelBytesMax * count;
 }
 
-std::unique_ptr<Units> take_units(BatonGpuCopies::Lane& lane) {
-  {
-    const std::lock_guard held(lane.lock);
-    if (!lane.idle.empty()) {
-      auto units = std::move(lane.idle.back());
-      lane.idle.pop_back();
-      return units;
-    }
-  }
-  return make_units();
-}
-
 void launch_units(Units& units, cudaStream_t stream) {
   check(cudaMemcpyAsync(units.device, units.host, units.count * sizeof(BatonGpuCopy), cudaMemcpyHostToDevice, stream),
         "no copy");
@@ -204,7 +190,8 @@ void enqueue_kernel(BatonGpuCopies::Lane& lane, const BatonGpuCopy* batch, std::
     for (std::uint64_t at = 0; at < batch[i].bytes; at += kUnitBytes) {
       if (used.empty() || used.back()->count == kUnitsMax) {
         if (!used.empty()) launch_units(*used.back(), lane.stream);
-        used.push_back(take_units(lane));
+        auto idle = take_idle(lane.lock, lane.idle);
+        used.push_back(idle != nullptr ? std::move(idle) : make_units());
         used.back()->count = 0;
       }
       Units& units = *used.back();

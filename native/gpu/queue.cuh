@@ -90,26 +90,10 @@ void CUDART_CB on_ended(void* self) {
   [[maybe_unused]] const auto written = ::write(fd, &one, sizeof one);
 }
 
-std::unique_ptr<BatonGpuQueue> take_idle(BatonGpu& gpu) {
-  const std::lock_guard held(gpu.lock);
-  if (gpu.idle.empty()) return nullptr;
-  auto queue = std::move(gpu.idle.back());
-  gpu.idle.pop_back();
-  return queue;
-}
-
-std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
-  auto queue = take_idle(gpu);
-  const bool used_before = queue != nullptr;
-  if (!used_before) queue = std::make_unique<BatonGpuQueue>();
+std::unique_ptr<BatonGpuQueue> make_queue(BatonGpu& gpu) {
+  auto queue = std::make_unique<BatonGpuQueue>();
   queue->gpu = &gpu;
-  queue->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (queue->fd < 0) throw Failure{BATON_GPU_NO_MEMORY, "no event descriptor"};
-  if (used_before) return queue;
-  // Awaited KV takes precedence over the rest of a step.
-  int least = 0, greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "no stream priorities");
-  check(cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, greatest), "no stream");
+  queue->stream = make_urgent_stream();
   check(cudaHostAlloc(reinterpret_cast<void**>(&queue->stop), sizeof *queue->stop, cudaHostAllocMapped),
         "no pinned memory");
   *queue->stop = 0;
@@ -120,6 +104,14 @@ std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
     check(cudaEventCreate(&slot.begun), "no event");
     check(cudaEventCreate(&slot.ended), "no event");
   }
+  return queue;
+}
+
+std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
+  auto queue = take_idle(gpu.lock, gpu.idle);
+  if (queue == nullptr) queue = make_queue(gpu);
+  queue->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (queue->fd < 0) throw Failure{BATON_GPU_NO_MEMORY, "no event descriptor"};
   return queue;
 }
 

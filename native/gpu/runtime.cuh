@@ -112,6 +112,25 @@ class OnDevice {
   void* before_ = nullptr;
 };
 
+// Awaited KV takes precedence over the rest of an engine's step.
+cudaStream_t make_urgent_stream() {
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "no stream priorities");
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "no stream");
+  return stream;
+}
+
+// Null if there is none.
+template <class T>
+std::unique_ptr<T> take_idle(std::mutex& lock, std::vector<std::unique_ptr<T>>& idle) {
+  const std::lock_guard held(lock);
+  if (idle.empty()) return nullptr;
+  auto taken = std::move(idle.back());
+  idle.pop_back();
+  return taken;
+}
+
 using Process = std::array<std::uint8_t, 16>;
 
 // Random: process ids mean nothing in another container.

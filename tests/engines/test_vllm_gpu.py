@@ -67,13 +67,20 @@ def get(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module", params=[*PAIRS, nightly(ON_CPU)])
-def pair(request: pytest.FixtureRequest, get: Callable[[str], EngineProcess]) -> Pair:
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """Return the names of prefill and decode."""
     if request.param != ON_CPU:
         try:
             DeviceMemory(1)
         except GpuUnavailable as error:
             pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
-    prefill, decode = request.param.split(" to ")
+    pair: str = request.param
+    return pair.split(" to ")
+
+
+@pytest.fixture(scope="module")
+def pair(names: list[str], get: Callable[[str], EngineProcess]) -> Pair:
+    prefill, decode = names
     return Pair(get(prefill), get(decode))
 
 
@@ -83,13 +90,13 @@ def pulls(pair: Pair) -> Counter[str]:
 
 
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
-def test_output_equals_one_engines(pair: Pair, tokens: int, request: pytest.FixtureRequest) -> None:
+def test_output_equals_one_engines(names: list[str], pair: Pair, tokens: int) -> None:
     ids, before = prompt(tokens, seed=tokens), pulls(pair)
     output, last = pair.disaggregated(ids, 24)
     assert output == pair.aggregated(ids, 24)
     assert last["transferred_tokens"] == tokens - 1
     (backend,) = pulls(pair) - before
-    if request.node.name.count("ipc") == 2:
+    if all(ENGINES[name]["kv_path"] == "ipc" for name in names):
         assert backend == "cuda-ipc"
     else:
         assert backend.endswith("+staged")
@@ -102,7 +109,7 @@ def test_several_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.ends_engines
-@pytest.mark.parametrize("pair", ["vllm full, ipc to vllm piecewise", nightly(ON_CPU)], indirect=True, scope="module")
+@pytest.mark.parametrize("names", ["vllm full, ipc to vllm piecewise", nightly(ON_CPU)], indirect=True, scope="module")
 def test_prefill_that_is_killed_in_the_middle_of_a_transfer(pair: Pair) -> None:
     """Decode is rid of the pull and its slots, and serves on."""
     ids, name = prompt(1500, seed=9), pair.name()

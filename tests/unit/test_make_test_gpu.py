@@ -17,7 +17,7 @@ STEPS = (
     "timeout 600 make gpu-steps",
     ".venv/bin/baton doctor",
     "baton_native.bench_cuda --goals",
-    "--not-run .cache/not-run-gpu -m 'gpu and not nightly' -n 2 tests/contract",
+    "--not-run .cache/not-run-gpu -m gpu -n 2 tests/contract",
     ".venv-vllm-cuda/bin/python -m pytest -q --not-run .cache/not-run-gpu -m 'not nightly' tests/engines/test_vllm_gpu",
     "benchmarks.staging --device cuda",
     "! grep -s skipped .cache/not-run-gpu",

@@ -17,7 +17,7 @@ from baton_native import CopyEngine, DeviceMemory
 REPEATS = 7
 IN_A_ROW = 4
 """Copies of everything per measurement, each begun before the one before has ended."""
-PIECES_BYTES = (16 << 10, 64 << 10, 1 << 20)
+PIECES_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 RANDOM_BYTES = 64 << 20
 WAIT_S = 60.0
 DRIVERS = 8
