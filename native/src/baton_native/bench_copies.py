@@ -20,7 +20,7 @@ IN_A_ROW = 4
 PIECES_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 RANDOM_BYTES = 64 << 20
 WAIT_S = 60.0
-DRIVERS = 8
+UNALIGNED_BYTES = 8
 """Bytes left out of each piece, so that it is no multiple of 16: then the driver's own batches move it."""
 GOAL = 0.9
 """Share of cudaMemcpy's speed that batches are to reach, from pieces of `GOAL_BYTES` on."""
@@ -103,7 +103,7 @@ def _measure(host: _Host) -> list[Figure]:
         plain = host.device.copy_to_host if to_host else host.device.copy_from_host
         limit = median_gb_per_s(host.size, lambda plain=plain: host.timed(lambda: plain(0, host.address, host.size)))
         figures.append(Figure(f"limit: cudaMemcpy, {name}", limit, 1.0))
-        for piece_bytes, left_out in itertools.product(PIECES_BYTES, (0, DRIVERS)):
+        for piece_bytes, left_out in itertools.product(PIECES_BYTES, (0, UNALIGNED_BYTES)):
             batch = host.batch(piece_bytes, to_host=to_host, left_out=left_out)
             _verify(host, batch, data, to_host=to_host)
             speed = median_gb_per_s(

@@ -331,7 +331,7 @@ def main() -> None:
         for figure in measured:
             share = f"{figure.of_limit:>8.0%}" if figure.of_limit else ""
             goal = f", goal {figure.goal:.0%}: {'missed' if figure.is_missed else 'met'}" if figure.goal else ""
-            sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}{goal}\n")
+            sys.stdout.write(f"  {figure.what:<44}{figure.gb_per_s:>9.1f} GB/s{share}{goal}\n")
         sys.stdout.flush()
     sys.stdout.write("copies, conversions and pulls are right, cancelled and late pulls wrote nothing\n")
     if arguments.out:
