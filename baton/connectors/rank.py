@@ -27,8 +27,9 @@ _log = logging.getLogger(__name__)
 ALL_LAYERS: Final = -1
 
 IDLE_WAIT_S: Final = 0.004
-"""Wait of an idle step, in seconds. While a pull runs or a lease is held, an engine with nothing to compute steps in
-a loop, at up to 1 kHz and the cost of a processor core. Events of transfers end the wait; a new request does not."""
+"""Longest wait of an idle step, in seconds. While a pull runs or a lease is held, an engine with nothing to compute
+steps in a loop, at up to 1 kHz and the cost of a processor core. What the engine acts on ends the wait: the end of a
+pull, or of a lease that it is done with. Layers that arrive do not, nor does a new request."""
 
 
 @dataclass(slots=True)
@@ -84,6 +85,8 @@ class HandoffRank:
         """Key of the whole lease or pull, by the key of the agent's part of it."""
         self._computing: list[tuple[_Lease, LeaseStep]] = []
         self._idle = False
+        self._told = False
+        """Whether the last step had results. An engine that schedules ahead takes them up after the next one."""
         self._results = RankResults()
         self._outcomes: list[PullOutcome] = []
         self._leases_ended: list[bytes] = []
@@ -146,11 +149,17 @@ class HandoffRank:
         `expecting`: a source that is watched has news to come.
         """
         self._computing = []
-        if self._idle and (self.is_active or expecting) and not self._results.sent and not self._results.received:
-            self._news.poll(IDLE_WAIT_S * 1000)
-        for event in self.agent.poll():
-            self._take(event)
+        ready = True
+        if self._idle and not self._told:
+            ends_s = self._now_s() + IDLE_WAIT_S
+            while ready and (self.is_active or expecting) and not (self._results.sent or self._results.received):
+                news = self._news.poll(max(ends_s - self._now_s(), 0.0) * 1000)
+                self._take_events()
+                # Another source's news are for the engine.
+                ready = [fd for fd, _ in news] == [self.agent.fileno()]
+        self._take_events()
         results, self._results = self._results, RankResults()
+        self._told = bool(results.sent or results.received)
         return results
 
     def report(self) -> TransferReport | None:
@@ -183,6 +192,10 @@ class HandoffRank:
         self._lease_ended(key, lease)
 
     # Inside.
+
+    def _take_events(self) -> None:
+        for event in self.agent.poll():
+            self._take(event)
 
     def _lease_step(self, step: LeaseStep) -> _Lease | None:
         if step.key not in self._leases:

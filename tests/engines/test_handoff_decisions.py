@@ -399,9 +399,27 @@ def test_step_with_nothing_to_compute_waits_for_news_but_not_without_anything_pe
     scheduler.allocated("r", [1, 2, 3, 4], external_tokens=99)
     rank.begin(scheduler.plan([], computes=False))
     assert _duration_s(rank.end) > 0.25
+    agent.tell(EventKind.PULL_PROGRESS, KEY, layers=1)
+    rank.begin(StepPlan(computes=False))
+    assert _duration_s(rank.end) > 0.25
+    assert rank.layers_arrived == {KEY: 1}
     monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", 2 * HANG_S)
     agent.tell(EventKind.PULL_DONE, KEY)
     rank.begin(StepPlan(computes=False))
+    assert rank.end() == RankResults(received={"r"})
+    rank.begin(StepPlan(computes=False))
+    assert _duration_s(rank.end) < HANG_S
+
+
+def test_no_step_waits_while_results_of_the_one_before_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.connectors.rank.IDLE_WAIT_S", 2 * HANG_S)
+    rank, agent = new_rank()
+    scheduler = HandoffScheduler(BLOCK)
+    for request, key, table in (("r", KEY, [1, 2, 3, 4]), ("s", b"o" * 16, [5, 6, 7, 8])):
+        scheduler.admit(request, decode_handoff(key), 100)
+        scheduler.allocated(request, table, external_tokens=99)
+    agent.tell(EventKind.PULL_DONE, KEY)
+    rank.begin(scheduler.plan([], computes=False))
     assert rank.end() == RankResults(received={"r"})
     rank.begin(StepPlan(computes=False))
     assert _duration_s(rank.end) < HANG_S
