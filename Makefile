@@ -268,12 +268,12 @@ test-gpu: environment
 	@echo '     verified, then measured beside cudaMemcpy, into benchmarks/results/gpu.json; cancels and deadlines.'
 	@echo '     Goal: copies of 64 KiB and more reach 90 % of cudaMemcpy from pinned memory'
 	@echo '  3. the contract suites of the copy engine and of both CUDA backends on the GPU'
-	@echo '  4. two engines on one GPU, prefill to decode, by CUDA IPC and staged in the KV pool: prefill by vLLM, eager,'
-	@echo '     with piecewise and with full CUDA graphs, and by SGLang; decode by vLLM and by SGLang;'
+	@echo '  4. two engines on one GPU, prefill to decode, by CUDA IPC and staged in the KV pool: vLLM eager, with'
+	@echo '     piecewise and with full CUDA graphs, in 16 bits, with latent attention; SGLang to vLLM and back;'
 	@echo '     a prefill engine killed in the middle of a transfer'
 	@echo '  5. decode beside staged hand-offs, into benchmarks/results/staging_gpu.json. Goals: its token interval is at'
-	@echo '     most 1.05 times that without; the first token comes at most 5 ms after prefill has ended and the last'
-	@echo '     chunk was copied to the host, transferred, and copied to the GPU'
+	@echo '     most 1.05 times that beside cached prompts; the first token comes at most 5 ms after prefill has ended and'
+	@echo '     the last chunk was copied to the host, transferred, and copied to the GPU'
 	@$(MAKE) $(TEST_GPU)
 
 .PHONY: test-gpu-here test-gpu-without gpu-steps

@@ -44,7 +44,7 @@ ALONE_S: Final = 0.3
 PAUSE_S: Final = 0.1
 HAND_OFFS: Final = 9
 INTERVAL_GOAL: Final = 1.05
-"""Token interval beside staging, as a multiple of the interval alone."""
+"""Token interval beside staging, as a multiple of that beside the same requests without it."""
 AFTER_PREFILL_GOAL_MS: Final = 5.0
 """Time from prefill's end to decode's first token, beyond what copies and transfer of the last chunk take."""
 ORDERS: Final[tuple[tuple[Window, ...], ...]] = (("alone", "staging", "cached"), ("staging", "cached", "alone"))
@@ -176,8 +176,8 @@ async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
             "token interval beside staged hand-offs",
             "ms",
             median_ms["staging"],
-            alone=median_ms["alone"],
             cached=median_ms["cached"],
+            alone=median_ms["alone"],
         ),
         Row.against("the same, beside cached prompts", "ms", median_ms["cached"], alone=median_ms["alone"]),
     ]
@@ -193,7 +193,7 @@ async def measure(model: Path, *, rounds: int, device: Device) -> list[Row]:
 def missed(rows: Sequence[Row]) -> list[str]:
     """Print whether each goal is met; return the figures that miss theirs."""
     interval, _, after = rows
-    found = ((interval, interval.peers["alone"] * INTERVAL_GOAL), (after, after.peers["goal"]))
+    found = ((interval, interval.peers["cached"] * INTERVAL_GOAL), (after, after.peers["goal"]))
     for row, goal in found:
         print(f"{row.name}: goal {goal:.4g} {row.unit}: {'met' if row.ours <= goal else 'missed'}")
     return [row.name for row, goal in found if row.ours > goal]

@@ -24,6 +24,7 @@ def native_options(options: AgentOptions) -> baton_native.Options:
     native.backends = list(options.backends)
     native.streams = natural("streams", options.streams)
     native.lane_bytes = natural("lane_bytes", options.lane_bytes)
+    native.chunk_bytes = natural("chunk_bytes", options.chunk_bytes)
     native.checksum = options.checksum
     native.tells_asks = options.tells_asks
     native.verbs_library = options.verbs_library

@@ -130,6 +130,8 @@ class AgentOptions:
     """Connections to each rail of a source over which large pulls are spread; tcp and verbs only."""
     lane_bytes: int = 4 << 20
     """A pull gets one connection more, up to all of them, for each further `lane_bytes`."""
+    chunk_bytes: int = 1 << 20
+    """The most that moves at a time: of one layer, and at least a block. The same at both ends."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
     backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "tcp")

@@ -52,7 +52,7 @@ const BatchCall& batch_call() {
   return found;
 }
 
-constexpr std::uint64_t kKernelBytesMax = 512 << 10;  // Mean size of copies from which the copy engine is faster.
+constexpr std::uint64_t kKernelBytesMax = 256 << 10;  // Mean size of copies from which the copy engine is faster.
 constexpr std::uint32_t kUnitBytes = 16 << 10;        // Small, so that all CTAs end at about the same time.
 constexpr std::uint32_t kUnitsMax = 8192;             // Of a launch.
 constexpr std::uint32_t kCopyCtas = 32;               // They fill PCIe 5.0.

@@ -32,6 +32,8 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
 BACKENDS = ("cuda-ipc", "cuda-put")
+CHUNK_BYTES = 8 << 20
+"""As Baton's workers have it for these backends."""
 POISON = 0xA5
 WAIT_S = 60.0
 END_S_MAX = 0.6
@@ -142,6 +144,7 @@ class GpuNode:
         self.memory = DeviceMemory(layers * self.layer_bytes, 0, library)
         options = Options()
         options.backends = [backend]
+        options.chunk_bytes = CHUNK_BYTES
         options.checksum = checksum
         options.gpu_library = library
         self.agent = Agent(options, ("127.0.0.1:0",))
@@ -304,7 +307,7 @@ def measure_pulls(library: str, layers: int, blocks: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baton_native.bench_cuda", description="KV on a CUDA GPU")
     parser.add_argument("--library", default="", help="in place of this build's own")
-    parser.add_argument("--tokens", type=int, default=16384, help="of each measured cache")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each measured cache")
     parser.add_argument("--layers", type=int, default=8, help="of each measured cache")
     parser.add_argument("--goals", action="store_true", help="fail where a goal is missed or nothing is measured")
     parser.add_argument("--out", help="a file for the figures, as JSON")
