@@ -18,6 +18,7 @@ from benchmarks.remote_engine.settings import EngineName
 LEASE_TTL_S: Final = 4.0
 NUMBERS: Final = itertools.count()
 """Counter of requests, global because an engine may belong to several pairs."""
+_SEEDS: Final = itertools.count(4000)
 
 OPTIONS: dict[str, Any] = {
     # Token-for-token equality needs fp32: in bf16 random weights give near-ties that any reordering flips.
@@ -140,7 +141,7 @@ def started_pair(
 
 def check_several_at_once(pair: Pair) -> None:
     """Hand several prompts over at the same time; check their tokens."""
-    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
+    prompts = [new_prompt(tokens) for tokens in (40, 333, 700, 90, 512, 513)]
     names = [pair.name() for _ in prompts]
     prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
     decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
@@ -152,6 +153,11 @@ def check_several_at_once(pair: Pair) -> None:
 
 def greedy(output_tokens: int) -> dict[str, Any]:
     return {"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True}
+
+
+def new_prompt(tokens: int) -> list[int]:
+    """Return token ids that no engine of this process has cached a block of."""
+    return prompt(tokens, next(_SEEDS))
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
