@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import openai
 
@@ -19,10 +20,18 @@ class Clients:
     """Consecutive streams, each from the gateway that accepts new ones at the time."""
 
     def __init__(
-        self, cluster: Cluster, prompts: Sequence[str], *, gateway: str = "gateway", output_tokens: int = 200
+        self,
+        cluster: Cluster,
+        prompts: Sequence[str],
+        *,
+        gateway: str = "gateway",
+        output_tokens: int = 200,
+        body: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """`body`: of each request, beside OpenAI's."""
         self._cluster = cluster
         self._output_tokens = output_tokens
+        self._body = body
         self.gateway = gateway
         self.answers: dict[str, list[str]] = {prompt: [] for prompt in prompts}
         self.gap_s_max = 0.0
@@ -39,7 +48,7 @@ class Clients:
                 temperature=0,
                 max_tokens=self._output_tokens,
                 stream=True,
-                extra_body=changes,
+                extra_body={**self._body, **changes},
             )
             last_s = time.monotonic()
             finish: list[str] = []

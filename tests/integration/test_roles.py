@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from baton.messages.workers import Heartbeat, Role
 from tests.harness.clients import Bystander, Clients
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.limits import HANG_S
+from tests.harness.role_shift import FAST, shift_load
 
 pytestmark = pytest.mark.timeout(240)  # On a busy machine; alone it takes 30 s.
 
@@ -124,42 +124,11 @@ async def test_the_command_lists_roles_and_refuses_what_would_stop_the_service(c
 @pytest.mark.nightly
 async def test_the_supervisor_changes_roles_as_the_load_shifts_and_no_request_fails(cluster: Cluster) -> None:
     """Long answers take all decode slots; then long prompts take all that prefill can compute."""
-    fast = ("--roles", "auto", "--role-dwell-s", "1", "--role-rest-s", "0.5")
-    await cluster.start_control_plane(gateway_flags=(*PATIENT, "--admission-wait-s", "60"), scheduler_flags=fast)
+    await cluster.start_control_plane(gateway_flags=(*PATIENT, "--admission-wait-s", "60"), scheduler_flags=FAST)
     options = {**ENGINE, "running_max": 4, "prefill_token_s": 0.001}
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
         await cluster.start_worker(
             Role(name.split("-")[0]), name, "--role-change-s", CHANGE_S, "--digest-s", "0.1", options=options
         )
     await cluster.wait_ready()
-    observer = cluster.observer
-    generations = {name: beat.address.generation for name, beat in observer.heartbeats.items()}
-
-    def workers(role: Role) -> int:
-        return sum(beat.role is role and not beat.draining for beat in observer.heartbeats.values())
-
-    stories = [f"story {number}" for number in range(24)]
-    writers = Clients(cluster, stories)
-    expected = {story: await writers.ask(story) for story in stories[:2]}
-    async with writers.asking():
-        await observer.until(lambda: workers(Role.DECODE) == 3, timeout_s=120)
-    assert all(writers.answers[story] for story in stories)
-    assert all(answer == expected[story] for story in expected for answer in writers.answers[story])
-    assert sum(beat.address.role_epoch for beat in observer.heartbeats.values()) == 1, "one prefill worker stays"
-
-    readers, numbers = Clients(cluster, (), output_tokens=2), count()
-    shifted = asyncio.Event()
-
-    async def read() -> None:
-        while not shifted.is_set():
-            # No worker has any of these in its cache.
-            await readers.ask(
-                f"{next(numbers)}: " + " ".join(f"line {line}, the quick brown fox" for line in range(40))
-            )
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(12):
-            group.create_task(read())
-        await observer.until(lambda: workers(Role.PREFILL) >= 2, timeout_s=120)
-        shifted.set()
-    assert {name: beat.address.generation for name, beat in observer.heartbeats.items()} == generations
+    await shift_load(cluster)
