@@ -149,14 +149,8 @@ class HandoffRank:
         `expecting`: a source that is watched has news to come.
         """
         self._computing = []
-        ready = True
         if self._idle and not self._told:
-            ends_s = self._now_s() + IDLE_WAIT_S
-            while ready and (self.is_active or expecting) and not (self._results.sent or self._results.received):
-                news = self._news.poll(max(ends_s - self._now_s(), 0.0) * 1000)
-                self._take_events()
-                # Another source's news are for the engine.
-                ready = [fd for fd, _ in news] == [self.agent.fileno()]
+            self._wait(expecting=expecting)
         self._take_events()
         results, self._results = self._results, RankResults()
         self._told = bool(results.sent or results.received)
@@ -192,6 +186,15 @@ class HandoffRank:
         self._lease_ended(key, lease)
 
     # Inside.
+
+    def _wait(self, *, expecting: bool) -> None:
+        """Wait for something that the engine acts on: results of ours, or another source's news."""
+        ends_s = self._now_s() + IDLE_WAIT_S
+        while (self.is_active or expecting) and not (self._results.sent or self._results.received):
+            news = self._news.poll(max(ends_s - self._now_s(), 0.0) * 1000)
+            self._take_events()
+            if [source for source, _ in news] != [self.agent.fileno()]:
+                return
 
     def _take_events(self) -> None:
         for event in self.agent.poll():
