@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton.connectors.handoff import Handoff, HandoffLeg
-from baton.pool.gpu_agent import DIRECT_BACKENDS, DIRECT_CHUNK_BYTES, GpuAgent
+from baton.pool.gpu_agent import GpuAgent, direct_options
 from baton.pool.staging import StagedAgent, Stream
 from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 from baton.transfer.device import CopyEngine
@@ -24,9 +24,7 @@ def make_staged_agent(
 ) -> StagedAgent | GpuAgent:
     """Return an agent that stages; with `make_direct`, GPUs of this host read the cache instead (KV_PATH=ipc)."""
     asked = replace(options, tells_asks=True)
-    direct = make_direct and make_direct(
-        replace(asked, port=0, rails=(), backends=DIRECT_BACKENDS, chunk_bytes=DIRECT_CHUNK_BYTES)
-    )
+    direct = make_direct and make_direct(direct_options(asked))
     if direct is None:
         return StagedAgent(make_agent(options), copies, slots, pool_bytes=pool_bytes, stream=stream)
     staged = StagedAgent(make_agent(asked), copies, slots, pool_bytes=pool_bytes, on_ask=True, stream=stream)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict
 
 from baton_native import DeviceMemory
 
-from baton.pool.gpu_agent import DIRECT_BACKENDS, GpuAgent
+from baton.pool.gpu_agent import GpuAgent, direct_options
 from baton.pool.staging import StagedAgent
 from baton.transfer import (
     AgentOptions,
@@ -234,7 +234,7 @@ def make_gpu_agent(options: AgentOptions, slots: int, *, stream: int | None = No
         on_ask=True,
         stream=lambda: stream,
     )
-    return GpuAgent(NativeAgent(replace(options, backends=DIRECT_BACKENDS)), staged, stream=lambda: stream, **more)
+    return GpuAgent(NativeAgent(direct_options(options)), staged, stream=lambda: stream, **more)
 
 
 @cache

@@ -109,17 +109,14 @@ async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending:
 
 async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lending: Lending) -> None:
     """The delay is at most the time to compute what is lent."""
-    late_s: list[float] = []
     for _ in range(3):
         alone, _ = [await lending.ask(lending.prompt()) for _ in WORKERS]
         async with lending.stopping() as stop:
             loan = await lending.lend(stop)
         assert loan.second.text == loan.first.text
         assert (loan.borrowed_tokens, loan.computed_tokens) == (0, loan.second.prompt_tokens)
-        late_s.append(loan.second.ttft_s - 2 * alone.ttft_s)
+        assert loan.second.ttft_s <= 2 * alone.ttft_s + 0.5
         await cluster.wait_ready()
-    # A busy machine may hold up one of them.
-    assert min(late_s) <= 0.5
     check_borrowed(await lending.borrow())
     await wait_idle(cluster)
 

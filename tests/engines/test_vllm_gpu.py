@@ -20,7 +20,7 @@ from engine_process import EngineError, EngineProcess, until
 from tiny_models import make_model
 
 STAGED: dict[str, Any] = {"kv_path": "staged", "kv_pool_bytes": 512 << 20}
-# A share of the GPU's memory for four at a time; the caches themselves are of a fixed size.
+# A share of the GPU's memory that must be free when an engine starts; the caches themselves are of a fixed size.
 VLLM = STAGED | {"connector": "baton.connectors.vllm:BatonConnector", "device": "cuda", "gpu_memory_utilization": 0.12}
 IPC = {"kv_path": "ipc"}
 # Eager, since it starts faster: graphs are the others' matter.

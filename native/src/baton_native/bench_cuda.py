@@ -33,7 +33,7 @@ BLOCK_BYTES = 64 << 10
 """Bytes of a block in one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
 BACKENDS = ("cuda-ipc", "cuda-put")
 CHUNK_BYTES = 8 << 20
-"""As Baton's workers have it for these backends."""
+"""Size of a chunk, the one of Baton's agents for these backends (`DIRECT_CHUNK_BYTES`)."""
 POISON = 0xA5
 WAIT_S = 60.0
 END_S_MAX = 0.6
