@@ -1,21 +1,17 @@
-"""The worker's shell with a scripted engine, an in-memory bus and a clock that stands still."""
+"""Attempts of a worker with a scripted engine: taken, refused, streamed, ended."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
 
 from baton import subjects
-from baton.bus import Delivery, MemoryBus, MemoryNetwork
-from baton.clock import ManualClock
-from baton.connectors.pool_report import PoolReport
+from baton.bus import Delivery
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
-from baton.engines.stages import prompt_stages
 from baton.errors import ConfigurationError, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages.attempts import (
     Accepted,
@@ -24,10 +20,7 @@ from baton.messages.attempts import (
     Busy,
     Cancel,
     DecodeTask,
-    Digest,
     FinishReason,
-    Frame,
-    Frames,
     Join,
     Prefilled,
     PrefillFailed,
@@ -36,152 +29,30 @@ from baton.messages.attempts import (
     Sampling,
     TokenChunk,
 )
-from baton.messages.base import Context, Refused, WorkerAddress, pack_tokens, unpack_tokens
+from baton.messages.base import Refused, WorkerAddress, pack_tokens, unpack_tokens
 from baton.messages.codec import AnyMessage
 from baton.messages.index import Match
-from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat, Role, RoleChange
-from baton.node.ports import deterministic_ports
-from baton.node.service import Node, serve
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
-from baton.transfer import LayerGroup
+from baton.messages.workers import GatewayBeat, Role
+from baton.node.service import serve
 from baton.worker.admission import Identity
 from baton.worker.attempt import Limits
 from baton.worker.role import WorkerRole
 from baton.worker.service import Timers, WorkerService
+from tests.harness.worker import GENERATION, PROMPT, World, context, decode_task, open_world, prefill_task
 
-GENERATION = 7
-PROMPT = list(range(1, 101))
-PREFILL_ADDRESS = WorkerAddress(worker="p0", generation=3, agents=("scripted",))
 NO_AGENTS = WorkerAddress(worker="p1", generation=3)
-
-
-class World:
-    """One worker, and the messages that one gateway receives."""
-
-    def __init__(self, role: Role, engine: ScriptedEngine | None = None) -> None:
-        self.clock = ManualClock()
-        self.network = MemoryNetwork(clock=self.clock)
-        self.bus = MemoryBus(self.network)
-        self.gateway_bus = MemoryBus(self.network)
-        self.engine = engine or ScriptedEngine()
-        self.received: list[AnyMessage] = []
-        self.stop = Stop()
-        self.metrics = Metrics(role)
-        ports = deterministic_ports(self.bus, self.clock, seed=0)
-        self.node = Node(ports=ports, tracing=Tracing(role), metrics=self.metrics)
-        self.service = WorkerService(
-            identity=Identity(
-                address=WorkerAddress(worker="w0", generation=GENERATION, agents=FACTS.agents),
-                model_name="tiny",
-                model_path="models/tiny",
-                block_tokens=32,
-                engine_kind="kind",
-            ),
-            role=WorkerRole(role),
-            facts=self.engine.facts,
-            engine=self.engine,
-            node=self.node,
-            limits=Limits(slots=2, kv_blocks=FACTS.kv_blocks, engine_block_tokens=FACTS.block_tokens),
-            timers=Timers(),
-        )
-        self.running: asyncio.Task[None]
-
-    async def start(self) -> None:
-        async def hear(delivery: Delivery) -> None:
-            self.received.append(delivery.message)
-
-        for subject in (subjects.gateway("g"), subjects.HEARTBEAT):
-            await self.gateway_bus.subscribe(subject, hear)
-        self.running = asyncio.create_task(serve(self.service, self.stop))
-        for _ in range(50):
-            await self.clock.advance(0.02)
-            if self.stop.serving:
-                return
-        raise AssertionError("the worker did not get ready")
-
-    async def close(self) -> None:
-        self.running.cancel()
-        await asyncio.wait([self.running])
-        await self.bus.close()
-        await self.gateway_bus.close()
-        await self.network.close()
-
-    async def ask(self, message: AnyMessage) -> AnyMessage:
-        answer = asyncio.create_task(self.gateway_bus.request(subjects.task("w0"), message, timeout_s=1.0))
-        await self.clock.settle()
-        return await answer
-
-    async def tell(self, message: AnyMessage) -> None:
-        await self.gateway_bus.publish(subjects.task("w0"), message)
-        await self.clock.settle()
-
-    async def step(self, result: EngineDelta, key: tuple[str, int] = ("r", 0)) -> None:
-        self.engine.step(key, result)
-        await self.clock.settle()
-
-    def frames(self) -> list[Frame]:
-        return [frame for message in self.received if isinstance(message, Frames) for frame in message.frames]
-
-    async def state(self, key: tuple[str, int] = ("r", 0)) -> AttemptState | None:
-        """Return an attempt's state in the next digest."""
-        self.received.clear()
-        await self.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
-        await self.clock.advance(1.0)
-        [digest] = [message for message in self.received if isinstance(message, Digest)]
-        return next((e.state for e in digest.entries if (e.request, e.attempt) == key), None)
-
-    def shown(self, series: str) -> float:
-        """Return a figure as a scrape shows it."""
-        lines = self.metrics.render("")[1].decode().splitlines()
-        (line,) = (line for line in lines if line.startswith(series + " "))
-        return float(line.rpartition(" ")[2])
-
-    def heartbeat(self) -> Heartbeat:
-        return [message for message in self.received if isinstance(message, Heartbeat)][-1]
 
 
 @pytest.fixture
 async def decode() -> AsyncGenerator[World]:
-    world = World(Role.DECODE)
-    await world.start()
-    yield world
-    await world.close()
+    async with open_world(Role.DECODE) as world:
+        yield world
 
 
 @pytest.fixture
 async def prefill() -> AsyncGenerator[World]:
-    world = World(Role.PREFILL)
-    await world.start()
-    yield world
-    await world.close()
-
-
-def context(request: str = "r", attempt: int = 0, budget_s: float = 60.0) -> Context:
-    return Context(request=request, attempt=attempt, budget_s=budget_s)
-
-
-def decode_task(request: str = "r", attempt: int = 0, *, pulls: bool = True, budget_s: float = 60.0) -> DecodeTask:
-    return DecodeTask(
-        context=context(request, attempt, budget_s),
-        gateway="g",
-        generation=GENERATION,
-        tokens=pack_tokens(PROMPT),
-        prompt_tokens=len(PROMPT),
-        sampling=Sampling(max_tokens=10),
-        source=PREFILL_ADDRESS if pulls else None,
-    )
-
-
-def prefill_task(request: str = "r", attempt: int = 0) -> PrefillTask:
-    return PrefillTask(
-        context=context(request, attempt),
-        gateway="g",
-        generation=GENERATION,
-        tokens=pack_tokens(PROMPT),
-        prompt_tokens=len(PROMPT),
-        sampling=Sampling(max_tokens=10),
-    )
+    async with open_world(Role.PREFILL) as world:
+        yield world
 
 
 async def test_what_the_engine_does_not_take_is_refused_before_anything_is_held(decode: World) -> None:
@@ -199,11 +70,6 @@ async def test_what_the_engine_does_not_take_is_refused_before_anything_is_held(
 async def test_prefill_takes_what_is_decodes_business(prefill: World) -> None:
     prefill.engine.refuses = InvalidRequest("no such parameter", param="mode")
     assert isinstance(await prefill.ask(prefill_task()), Accepted)
-
-
-async def test_heartbeats_declare_what_the_engine_takes(decode: World) -> None:
-    assert decode.heartbeat().parameters == FACTS.parameters == ("mode",)
-    assert decode.heartbeat().engine_kind == "kind"
 
 
 async def test_an_attempt_streams_ends_and_is_forgotten(decode: World) -> None:
@@ -539,208 +405,6 @@ async def test_an_engine_that_ignores_aborts_is_overruled(decode: World) -> None
     assert decode.heartbeat().kv_blocks_used == 0
 
 
-async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> None:
-    await decode.ask(decode_task())
-    pulled = LayerGroup(
-        first_layer=0, layers=1, began_s=0.0, ended_s=0.5, moved_bytes=1 << 20, backend="shm", rail="", waiting_s=0.0
-    )
-    stages = prompt_stages(entered_s=0.0, begun_s=0.0, ended_s=0.5, pulled=(pulled,))
-    await decode.step(EngineDelta(tokens=[1], transferred_bytes=1 << 20, transfer_s=0.5, stages=stages))
-    for _ in range(40):
-        await decode.clock.advance(0.1)
-        await decode.step(EngineDelta(tokens=[1]))
-    await decode.clock.advance(0.5)
-    beat = decode.heartbeat()
-    assert (beat.role, beat.model, beat.engine) == (Role.DECODE, "tiny", "scripted 1")
-    assert (beat.running, beat.waiting, beat.running_max) == (1, 0, 2)
-    assert beat.attempts == (("r", 0),)
-    assert (beat.kv_blocks_used, beat.kv_blocks_total) == (4, 100)
-    fit, (transfer,) = beat.steps, beat.transfers
-    assert fit.decode_step_s + fit.sequence_s + fit.kv_s * 0.04 == pytest.approx(0.1, rel=0.1)
-    assert fit.samples > 0
-    assert (transfer.peer, transfer.backend, transfer.samples) == ("p0", "shm", 1)
-    assert transfer.bytes_per_s == pytest.approx(2 << 20, rel=0.1)
-    assert beat.step_tokens_max == FACTS.step_tokens_max
-    assert beat.events_sequence == beat.held_sequence > 0
-
-
-async def test_heartbeats_say_whether_the_engine_has_work_and_does_it(decode: World) -> None:
-    async def said() -> tuple[int, int, int]:
-        await decode.clock.advance(0.5)
-        beat = decode.heartbeat()
-        return beat.computing, beat.progress_tokens, beat.completed
-
-    assert await said() == (0, 0, 0), "nothing before the first request"
-    await decode.ask(decode_task("pulling"))
-    assert await said() == (0, 0, 0), "the engine has nothing to do yet"
-    await decode.ask(decode_task(pulls=False))
-    assert await said() == (1, 0, 0)
-    decode.engine.load_now = EngineLoad(prompt_tokens_computed=100)
-    assert await said() == (1, 100, 0), "a part of the prompt"
-    await decode.step(EngineDelta(tokens=[1, 2]))
-    assert await said() == (1, 102, 0)
-    await decode.step(EngineDelta(tokens=[3], finish=FinishReason.LENGTH))
-    assert await said() == (0, 103, 1)
-
-
-async def test_heartbeats_say_how_much_the_pool_takes_before_it_evicts() -> None:
-    world = World(Role.DECODE, ScriptedEngine(replace(FACTS, pool_blocks=10)))
-    await world.start()
-    assert world.heartbeat().pool_tokens_free == 10 * FACTS.block_tokens
-    world.engine.load_now = EngineLoad(pool=PoolReport(slots=10, ready=7))
-    await world.clock.advance(0.5)
-    assert world.heartbeat().pool_tokens_free == 3 * FACTS.block_tokens
-    await world.close()
-
-
-async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None:
-    await decode.ask(decode_task())
-    decode.stop.asked.set()
-    await decode.clock.settle()
-    refusal = await decode.ask(decode_task("late"))
-    assert isinstance(refusal, Busy)
-    assert refusal.reason == "draining"
-    assert decode.heartbeat().draining
-    await decode.clock.advance(3.0)
-    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.STOP))
-    finish = decode.frames()[-1].finish
-    assert finish is not None
-    assert finish.reason is FinishReason.STOP
-    await decode.tell(Acknowledge(context=context()))
-    await decode.clock.advance(0.1)
-    await decode.running
-    assert isinstance(decode.received[-1], Goodbye)
-
-
-async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_it_said_so(decode: World) -> None:
-    decode.stop.asked.set()
-    await decode.clock.settle()
-    await decode.clock.advance(0.9)
-    refusal = await decode.ask(decode_task("on its way"))
-    assert isinstance(refusal, Busy)
-    assert refusal.reason == "draining"
-    await decode.clock.advance(0.2)
-    await decode.running
-    assert isinstance(decode.received[-1], Goodbye)
-
-
-async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
-    await decode.ask(decode_task())
-    assert decode.heartbeat().leaves_in_s == 0.0
-    decode.stop.asked.set()
-    await decode.clock.settle()
-    assert decode.heartbeat().leaves_in_s == 30.0
-    await decode.clock.advance(3.0)
-    assert decode.heartbeat().leaves_in_s == pytest.approx(27.0, abs=0.3)
-    await decode.tell(Cancel(context=context(), reason="moved"))
-    await decode.clock.advance(0.1)
-    await decode.running
-    assert isinstance(decode.received[-1], Goodbye)
-
-
-async def change_role(world: World, role: Role, *, epoch: int = 0, generation: int = GENERATION) -> AnyMessage:
-    order = ChangeRole(generation=generation, role_epoch=epoch, role=role)
-    answer = asyncio.create_task(world.gateway_bus.request(subjects.role("w0"), order, timeout_s=1.0))
-    await world.clock.settle()
-    return await answer
-
-
-async def test_a_change_of_role_lets_attempts_finish_and_keeps_the_generation(decode: World) -> None:
-    await decode.ask(decode_task())
-    assert await change_role(decode, Role.PREFILL) == RoleChange(role=Role.PREFILL, role_epoch=1)
-    beat = decode.heartbeat()
-    assert (beat.role, beat.next_role, beat.draining, beat.leaves_in_s) == (Role.DECODE, Role.PREFILL, True, 5.0)
-    refusal = await decode.ask(decode_task("late"))
-    assert isinstance(refusal, Busy)
-    assert refusal.reason == "draining"
-    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.LENGTH))
-    await decode.clock.advance(0.25)
-    beat = decode.heartbeat()
-    assert (beat.role, beat.next_role, beat.draining, beat.leaves_in_s) == (Role.PREFILL, None, False, 0.0)
-    assert (beat.address.generation, beat.address.role_epoch) == (GENERATION, 1)
-    [finished] = [frame for frame in decode.frames() if frame.finish]
-    assert finished.finish
-    assert finished.finish.reason is FinishReason.LENGTH
-    assert decode.shown("baton_worker_role_changes_total") == 1
-
-
-async def test_tasks_for_the_old_role_are_refused_and_those_for_the_new_one_run(decode: World) -> None:
-    await change_role(decode, Role.PREFILL)
-    await decode.clock.advance(0.25)
-    for late in (decode_task(), prefill_task(), msgspec.structs.replace(decode_task(), role_epoch=1)):
-        refusal = await decode.ask(late)
-        assert isinstance(refusal, Busy)
-        assert refusal.reason == "role"
-    assert isinstance(await decode.ask(msgspec.structs.replace(prefill_task(), role_epoch=1)), Accepted)
-    assert decode.engine.requests["r", 0].leg is Leg.PREFILL
-
-
-async def test_what_outlasts_a_change_goes_on_beside_the_new_role(decode: World) -> None:
-    await decode.ask(decode_task())
-    await change_role(decode, Role.PREFILL)
-    for _ in range(21):
-        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
-        await decode.clock.advance(0.25)
-    assert decode.heartbeat().role is Role.PREFILL
-    assert isinstance(await decode.ask(msgspec.structs.replace(prefill_task("p"), role_epoch=1)), Accepted)
-    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.STOP))
-    assert [frame.finish.reason for frame in decode.frames() if frame.finish] == [FinishReason.STOP]
-
-
-async def test_orders_that_cannot_be_followed_get_a_typed_refusal(decode: World) -> None:
-    for wrong, code in (({"generation": 6}, "conflict"), ({"epoch": 3}, "conflict")):
-        refusal = await change_role(decode, Role.PREFILL, **wrong)
-        assert isinstance(refusal, Refused)
-        assert refusal.error.code == code
-    nonsense = decode.gateway_bus.request(subjects.role("w0"), GatewayBeat(gateway="g"), timeout_s=1.0)
-    asked = asyncio.create_task(nonsense)
-    await decode.clock.settle()
-    answer = await asked
-    assert isinstance(answer, Refused)
-    assert answer.error.code == "malformed_message"
-    decode.stop.asked.set()
-    await decode.clock.settle()
-    refusal = await change_role(decode, Role.PREFILL)
-    assert isinstance(refusal, Refused)
-    assert refusal.error.code == "unavailable"
-    assert decode.heartbeat().next_role is None
-
-
-async def test_a_worker_that_is_stopped_in_a_change_of_role_leaves(decode: World) -> None:
-    await decode.ask(decode_task())
-    await change_role(decode, Role.PREFILL)
-    decode.stop.asked.set()
-    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.LENGTH))
-    await decode.clock.advance(0.5)
-    beat = decode.heartbeat()
-    assert (beat.role, beat.next_role, beat.draining) == (Role.DECODE, None, True)
-
-
-async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
-    await decode.ask(decode_task())
-    decode.stop.asked.set()
-    for _ in range(33):
-        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
-        await decode.clock.advance(1.0)
-    await decode.running
-    [frame] = decode.frames()
-    assert frame.finish is not None
-    assert frame.finish.error is not None
-    assert frame.finish.error.code == "worker_lost"
-
-
-async def test_a_dead_engine_ends_the_worker_and_its_attempts(decode: World) -> None:
-    await decode.ask(decode_task())
-    decode.engine.die("the engine's process was killed")
-    await decode.clock.settle()
-    with pytest.raises(EngineFailed, match="was killed"):
-        await decode.running
-    [frame] = decode.frames()
-    assert frame.finish is not None
-    assert frame.finish.error is not None
-    assert isinstance(decode.received[-1], Goodbye)
-
-
 async def test_a_worker_whose_canary_fails_does_not_start() -> None:
     world = World(Role.DECODE)
     world.engine = ScriptedEngine(stores_prompts=False)
@@ -765,35 +429,3 @@ async def test_a_worker_whose_canary_fails_does_not_start() -> None:
     assert not world.stop.serving
     await world.bus.close()
     await world.gateway_bus.close()
-
-
-async def test_a_scrape_shows_what_the_worker_keeps(decode: World) -> None:
-    busy_before_s = decode.shown("baton_engine_busy_seconds_total")
-    await decode.ask(decode_task())
-    decode.engine.load_now = EngineLoad(running=1, kv_usage=0.5, leased_blocks=3, prompt_tokens_pulled=99)
-    assert decode.shown('baton_worker_attempts{state="pulling"}') == 1
-    await decode.clock.advance(1.0)
-    assert decode.shown("baton_engine_busy_seconds_total") == busy_before_s, "a pull computes nothing"
-    await decode.step(EngineDelta(tokens=[1, 2]))
-    await decode.clock.advance(0.5)
-    await decode.step(EngineDelta(tokens=[3], finish=FinishReason.LENGTH))
-    busy_s = decode.shown("baton_engine_busy_seconds_total")
-    assert busy_s == pytest.approx(busy_before_s + 0.5, abs=0.1)
-    await decode.clock.advance(5.0)
-    assert decode.shown("baton_engine_busy_seconds_total") == busy_s
-    assert decode.shown("baton_engine_output_tokens_total") == 3
-    assert decode.shown('baton_worker_attempts_ended_total{end="length"}') == 1
-    assert decode.shown('baton_first_output_seconds_count{leg="decode"}') == 1
-    blocks = [decode.shown(f'baton_kv_blocks{{state="{state}"}}') for state in ("used", "leased", "free")]
-    assert blocks[1] == 3
-    assert sum(blocks) == FACTS.kv_blocks
-    await decode.ask(prefill_task("other"))
-    assert decode.shown('baton_worker_refusals_total{reason="role"}') == 1
-
-
-async def test_a_scrape_of_a_worker_whose_engine_died_shows_the_rest(decode: World) -> None:
-    decode.engine.die("as if it had crashed")
-    assert decode.shown('baton_worker_slots{state="free"}') == 2
-    assert "baton_kv_blocks{" not in decode.metrics.render("")[1].decode()
-    with pytest.raises(EngineFailed):
-        await decode.running
