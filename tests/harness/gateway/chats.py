@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ SETTINGS = Settings(port=0, lost_after_s=0.8, progress_s=3.0, resend_s=0.1, admi
 
 
 @asynccontextmanager
-async def open_talking_stage() -> AsyncIterator[Stage]:
+async def open_talking_stage() -> AsyncGenerator[Stage]:
     """A stage whose decode worker answers every chat with TEXT, one token per millisecond."""
     async with open_stage(SETTINGS) as stage:
         stage.say(TEXT)
