@@ -15,6 +15,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.harness.outcome import RUNNING
+
 pytest_plugins = ["tests.contract.transfer_fixtures"]
 
 LEFT_OUT: Final = pytest.StashKey[int]()
@@ -90,6 +92,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if path := config.getoption("--not-run"):
         with Path(path).open("a") as file:
             file.writelines(f"{' '.join(config.args)}: {line}\n" for line in lines)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when != "teardown":
+        RUNNING.has_failed = report.failed
+    return report
 
 
 @pytest.fixture(autouse=True)

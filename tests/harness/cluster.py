@@ -27,6 +27,7 @@ from baton.messages.workers import ChangeRole, Heartbeat, Role, RoleChange
 from benchmarks.remote_engine.settings import EngineName
 from tests.harness.fork_server import Kind, forked
 from tests.harness.limits import HANG_S, START_S
+from tests.harness.outcome import RUNNING
 from tests.harness.servers import start_nats, start_redis
 
 Answer = TypeVar("Answer")
@@ -370,13 +371,14 @@ async def below(plane: Cluster, folder: Path) -> AsyncGenerator[Cluster]:
 @asynccontextmanager
 async def _ended(cluster: Cluster, kept: Collection[str] = ()) -> AsyncGenerator[None]:
     """End the cluster's services afterwards, except those `kept`; show all logs if the test fails."""
+    is_whole = False
     try:
         yield
-    except BaseException:
-        for service in cluster.services.values():
-            print(f"--- {service.name}\n{service.tail()}")
-        raise
+        is_whole = not RUNNING.has_failed
     finally:
+        if not is_whole:
+            for service in cluster.services.values():
+                print(f"--- {service.name}\n{service.tail()}")
         for name in kept:
             del cluster.services[name]
         await cluster.close()
