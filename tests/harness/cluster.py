@@ -349,12 +349,11 @@ async def running_cluster(folder: Path, *, model: Path) -> AsyncGenerator[Cluste
 
 @asynccontextmanager
 async def running_plane(folder: Path, *, model: Path) -> AsyncGenerator[Cluster]:
-    """Run NATS, Redis and a control plane, for workers that come and go. Its settings are the defaults, but that
-    requests wait longer for a place: a busy machine must fail none."""
+    """Run NATS, Redis and a control plane with default settings, for workers that come and go."""
     with start_nats() as nats, start_redis() as redis:
         plane = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
         async with _ended(plane):
-            await plane.start_control_plane(gateway_flags=("--admission-wait-s", str(HANG_S)))
+            await plane.start_control_plane()
             yield plane
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
@@ -14,9 +15,8 @@ from baton_gateway.attempt import Phase
 
 from baton import subjects
 from baton.bus import Delivery
-from baton.messages.attempts import Cancel, DecodeTask
+from baton.messages.attempts import Cancel
 from baton.messages.workers import Role
-from tests.harness.gateway.actors import Attempt
 from tests.harness.gateway.chats import CHAT, SETTINGS, TEXT, body, check_clean, open_talking_stage, stream, text_of
 from tests.harness.gateway.stage import Stage, forward, open_scheduled_stage, open_stage
 from tests.harness.limits import HANG_S
@@ -25,12 +25,6 @@ from tests.harness.limits import HANG_S
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
     async with open_talking_stage() as opened:
-        yield opened
-
-
-@pytest.fixture
-async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as opened:
         yield opened
 
 
@@ -70,28 +64,35 @@ async def test_a_client_that_leaves_while_its_request_is_held() -> None:
         await check_clean(stage)
 
 
+@asynccontextmanager
+async def stalled_reader(stage: Stage, **fields: object) -> AsyncGenerator[socket.socket]:
+    """A client that asks for a long stream and reads none of it."""
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    with socket.socket() as stalled:
+        # A small receive buffer, set before connecting, so that the kernel does not read for the client.
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.setblocking(False)
+        await loop.sock_connect(stalled, (host, int(port)))
+        payload = json.dumps(body(stream=True, max_tokens=4000, **fields)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
+        await loop.sock_sendall(stalled, head + payload)
+        yield stalled
+
+
 async def test_a_stalled_reader_slows_no_other_and_is_cut_off() -> None:
     settings = msgspec.structs.replace(SETTINGS, unread_tokens_max=64)
     async with open_stage(settings) as stage:
         stage.say(TEXT, ends=False)
         decode = stage.workers["d1"]
-        host, port = stage.base_url.removeprefix("http://").split(":")
-        loop = asyncio.get_running_loop()
-        with socket.socket() as stalled:
-            # A small receive buffer, set before connecting, so that the kernel does not read for the client.
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.setblocking(False)
-            await loop.sock_connect(stalled, (host, int(port)))
-            payload = json.dumps(body(stream=True, max_tokens=4000, n=24)).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
-            await loop.sock_sendall(stalled, head + payload)
+        async with stalled_reader(stage, n=24) as stalled:
             await stage.wait_for(lambda: len(decode.attempts) == 24)
             async with httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
                 assert text_of(await stream(client, max_tokens=len(stage.answer))) == TEXT
             await stage.wait_for(lambda: not decode.attempts and not stage.gateway.routes)
             assert len(decode.got(Cancel)) == 24
             received = b""
-            while part := await loop.sock_recv(stalled, 1 << 20):
+            while part := await asyncio.get_running_loop().sock_recv(stalled, 1 << 20):
                 received += part
             assert not received.endswith(b"0\r\n\r\n"), "the end of a whole answer"
 
@@ -104,30 +105,9 @@ async def test_a_reader_that_stalls_below_the_limit_is_cut_off_after_a_while() -
         # Far fewer tokens than may stay unread, in more bytes than the stalled client's kernel takes.
         decode.script.stall_at = 200
         async with client.stream("POST", CHAT, json=body(stream=True, max_tokens=4000)) as reading:
-            host, port = stage.base_url.removeprefix("http://").split(":")
-            loop = asyncio.get_running_loop()
-            with socket.socket() as stalled:
-                stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                stalled.setblocking(False)
-                await loop.sock_connect(stalled, (host, int(port)))
-                payload = json.dumps(body(stream=True, max_tokens=4000)).encode()
-                head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
-                await loop.sock_sendall(stalled, head + payload)
+            async with stalled_reader(stage):
                 await stage.wait_for(lambda: len(decode.attempts) == 2)
                 await stage.wait_for(lambda: len(decode.attempts) == 1)
             assert reading.status_code == 200
             assert len(stage.gateway.routes) == 1, "who reads may wait for more"
         await check_clean(stage)
-
-
-async def test_a_worker_that_missed_its_cancel_is_told_again(stage: Stage, client: httpx.AsyncClient) -> None:
-    """Digests with abandoned attempts are answered, so that a lost message costs a second at most."""
-    decode = stage.workers["d1"]
-    assert (await client.post(CHAT, json=body())).status_code == 200
-    await check_clean(stage)
-    (task,) = decode.got(DecodeTask)
-    assert isinstance(task, DecodeTask)
-    decode.received.clear()
-    decode.attempts["forgotten", 0] = Attempt(task, [1])
-    await stage.wait_for(lambda: not decode.attempts)
-    assert decode.got(Cancel)

@@ -18,7 +18,7 @@ from baton.errors import EngineFailed, TransferFailed
 from baton.messages.attempts import Cancel, Constraint, ConstraintKind, DecodeTask, Frame, PrefillTask, Resend
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
 from baton.messages.workers import Role
-from tests.harness.gateway.actors import Worker
+from tests.harness.gateway.actors import Attempt, Worker
 from tests.harness.gateway.chats import CHAT, SETTINGS, TEXT, body, check_clean, open_talking_stage, stream, text_of
 from tests.harness.gateway.stage import Stage, forward, open_stage
 from tests.harness.heartbeats import MODEL_DIGEST
@@ -310,3 +310,16 @@ async def test_a_client_that_leaves_ends_the_wait_for_a_worker(stage: Stage) -> 
         request.cancel()
         await asyncio.wait([request])
     await check_clean(stage)
+
+
+async def test_a_worker_that_missed_its_cancel_is_told_again(stage: Stage, client: httpx.AsyncClient) -> None:
+    """Digests with abandoned attempts are answered, so that a lost message costs a second at most."""
+    decode = stage.workers["d1"]
+    assert (await client.post(CHAT, json=body())).status_code == 200
+    await check_clean(stage)
+    (task,) = decode.got(DecodeTask)
+    assert isinstance(task, DecodeTask)
+    decode.received.clear()
+    decode.attempts["forgotten", 0] = Attempt(task, [1])
+    await stage.wait_for(lambda: not decode.attempts)
+    assert decode.got(Cancel)
