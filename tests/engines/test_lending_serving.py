@@ -97,7 +97,8 @@ async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending:
     filling: list[asyncio.Task[object]] = []
 
     async def evict(_worker: str) -> None:
-        filling.extend(asyncio.create_task(lending.ask(lending.prompt(), output_tokens=1)) for _ in range(16))
+        await asyncio.gather(*filling)
+        filling[:] = (asyncio.create_task(lending.ask(lending.prompt(), output_tokens=1)) for _ in range(16))
         await asyncio.sleep(0)
 
     for _ in range(3):

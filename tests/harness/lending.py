@@ -24,6 +24,8 @@ from tests.harness.limits import HANG_S
 
 IN_TURN: Final = ("--policy", "round-robin")
 BORROW_TIMEOUT_S: Final = 90.0
+TRIES_MAX: Final = 12
+"""Bound on prompts until the second request goes to another worker: with many beside it, half of them do."""
 _numbers = itertools.count()
 """Counter of prompts, global because several tests may share a deployment and its caches."""
 
@@ -110,8 +112,8 @@ class Lending:
         Placement is free to skip a worker, and the index may be a moment late: other prompts follow until the second
         worker is another one.
         """
-        async with asyncio.timeout(BORROW_TIMEOUT_S):
-            while True:
+        for _ in range(TRIES_MAX):
+            async with asyncio.timeout(BORROW_TIMEOUT_S):
                 prompt = self.prompt()
                 first = await self.computed(prompt)
                 before = {name: await self.figures(name) for name in self.cluster.observer.heartbeats}
@@ -128,6 +130,7 @@ class Lending:
                     borrowed_tokens=int(now["borrowed"] - was["borrowed"]),
                     failed=int(now["failed"] - was["failed"]),
                 )
+        raise AssertionError(f"both of a prompt's requests went to one worker, {TRIES_MAX} times")
 
     async def borrow(self) -> Loan:
         """Return the next loan that arrives: on a busy machine, computing may be faster now and then."""
