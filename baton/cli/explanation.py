@@ -209,6 +209,8 @@ def _decided(decision: Decision) -> str:
 
 def _outcome(report: AttemptReport, predicted: Candidate) -> Iterator[Row]:
     yield "time to first token", format_time(_ns(predicted.predicted_ttft_s)), _time(report.ttft_s)
+    if predicted.ttft_bound_s:
+        yield "its upper bound", format_time(_ns(predicted.ttft_bound_s)), ""
     interval_s = predicted.predicted_token_interval_s
     yield "time per output token", format_time(_ns(interval_s)), _time(report.token_interval_s)
     yield "cached tokens", str(predicted.cached_tokens), str(report.cached_tokens)

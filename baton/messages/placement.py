@@ -92,6 +92,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     speculative_tokens: int = 0
     """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float
+    ttft_bound_s: float = 0.0
+    """Upper bound of `predicted_ttft_s`, which few requests exceed; 0: unknown."""
     predicted_token_interval_s: float = 0.0
     waiting_s: float = 0.0
     """Part of `predicted_ttft_s` until the workers have room for the attempt."""

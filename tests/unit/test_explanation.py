@@ -25,7 +25,14 @@ from baton.messages.workers import GatewayBeat
 
 REQUEST = "0123456789abcdef0123456789abcdef"
 PAIR = Candidate(
-    decode="d1", prefill="p1", cached_tokens=64, predicted_ttft_s=0.25, waiting_s=0.1, tail_s=0.02, cost_s=0.75
+    decode="d1",
+    prefill="p1",
+    cached_tokens=64,
+    predicted_ttft_s=0.25,
+    ttft_bound_s=0.35,
+    waiting_s=0.1,
+    tail_s=0.02,
+    cost_s=0.75,
 )
 PREFILL = Considered(
     leg="prefill",
@@ -96,6 +103,7 @@ def test_the_text_has_decision_outcome_terms_and_times() -> None:
     assert "scheduler schedule: after 800.0 ms in its queue, placed by the policy predicted: prefill" in " ".join(lines)
     assert "Requests before it in the queue: 3 after 100.0 ms, 0 after 400.0 ms." in lines
     assert "time to first token 250.0 ms 300.0 ms" in lines
+    assert "its upper bound 350.0 ms" in lines
     assert "cached tokens 64 32" in lines
     assert "> p1 → d1 750.0 ms 250.0 ms 100.0 ms 20.0 ms 0.0 ms 64" in lines
     terms = lines.index("prefill cost waiting cached")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from baton_scheduler.lenders import ASK_S, find_lenders
 from baton_scheduler.placement import PlacementOptions, choose
@@ -101,6 +103,36 @@ def test_nobody_lends(match: PrefixMatch, busy: dict[str, Any], idle: dict[str, 
     assert lender(match, *beats)[1] == ""
 
 
+def pulls(peer: str, spread: float, samples: int = 50) -> tuple[TransferFit, ...]:
+    """Return a rate at which a loan takes half the time of computing."""
+    return (TransferFit(peer=peer, backend="tcp", bytes_per_s=2e6, spread=spread, samples=samples),)
+
+
+@pytest.mark.parametrize(("spread", "samples", "lends"), [(0.1, 50, True), (0.5, 50, False), (0.5, 3, True)])
+def test_a_loan_whose_bound_is_longer_than_computing_is_not_taken(spread: float, samples: int, lends: bool) -> None:
+    beats = [beat("busy", prefill_tokens_queued=5000), beat("idle", transfers=pulls("busy", spread, samples))]
+    assert lender(PrefixMatch({"busy": 20}), *beats) == ("idle", "busy" if lends else "")
+
+
+def test_the_lender_with_the_least_bound_is_asked() -> None:
+    beats = [beat(name, prefill_tokens_queued=50_000) for name in ("a", "b")]
+    idle = beat("idle", transfers=pulls("a", 0.3) + pulls("b", 0.1))
+    assert lender(PrefixMatch({"a": 20, "b": 20}), *beats, idle)[1] == "b"
+
+
+def test_a_prediction_has_a_bound_once_enough_is_measured() -> None:
+    def bound_by_prediction(spread: float, samples: int) -> float:
+        steps = msgspec.structs.replace(RATES, spread=spread, samples=samples)
+        demand = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=1, disaggregation=Disaggregation.NEVER)
+        serving = Serving([WorkerLoad(msgspec.structs.replace(beat("w", prefill_tokens_queued=500), steps=steps))])
+        predicted = choose(demand, serving, PrefixMatch(), Predicted(), PlacementOptions(), Random(0), 0.0).predicted
+        return predicted.ttft_bound_s / predicted.predicted_ttft_s
+
+    assert bound_by_prediction(0.2, 7) == pytest.approx(1.0)
+    assert bound_by_prediction(0.2, 8) == pytest.approx(math.exp(2 * 0.2))
+    assert bound_by_prediction(1e9, 8) < 100
+
+
 def test_a_lender_of_another_role_has_the_same_kv() -> None:
     beats = [beat("p", Role.PREFILL), beat("d"), beat("other", kv_identity="dtype=bfloat16")]
     assert lender(PrefixMatch({"other": 20}), *beats, mode=Disaggregation.ALWAYS)[1] == ""
@@ -142,7 +174,8 @@ def test_a_placement_tells_of_its_loan() -> None:
                 "held": st.integers(0, 40),
                 "more_pooled": st.integers(0, 20),
                 "identity": st.sampled_from(["dtype=float32", "dtype=bfloat16"]),
-                "bytes_per_s": st.lists(st.sampled_from([5e5, 5e7, 4e9]), min_size=4, max_size=4),
+                "bytes_per_s": st.lists(st.sampled_from([5e5, 2e6, 5e7, 4e9]), min_size=4, max_size=4),
+                "spread": st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4),
             }
         ),
         min_size=1,
@@ -162,8 +195,8 @@ def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
                 draining=each["draining"],
                 kv_identity=each["identity"],
                 transfers=tuple(
-                    TransferFit(peer=peer, backend="tcp", bytes_per_s=rate, samples=9)
-                    for peer, rate in zip(names, each["bytes_per_s"], strict=False)
+                    TransferFit(peer=peer, backend="tcp", bytes_per_s=rate, spread=spread, samples=9)
+                    for peer, rate, spread in zip(names, each["bytes_per_s"], each["spread"], strict=False)
                 ),
             )
         )
@@ -190,18 +223,23 @@ def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
     for row, load in enumerate(team.loads):
         device = reach(load.worker, held)
         own = max(device, reach(load.worker, pooled))
-        options = [compute_s(load, device)]
+        compute = compute_s(load, device)
+        options = [(compute, compute)]
+        """By the upper bound, and as predicted."""
         if pooled:
-            options.append((own - device) * load.promoted_token_s + compute_s(load, own))
+            promote = (own - device) * load.promoted_token_s + compute_s(load, own)
+            options.append((promote, promote))
         for peer in team.loads:
             lent = max(reach(peer.worker, held), reach(peer.worker, pooled))
             able = peer is not load and peer.promotion_bytes_per_s and peer.ready and peer.identity == load.identity
             if able and lent > own:
                 pull_s = (lent - own) * KV_BYTES_PER_TOKEN / load.bandwidths[peer.worker]
-                promote_s = (lent - device) * load.promoted_token_s
-                options.append(ASK_S + pull_s + promote_s + compute_s(load, lent))
+                loan_s = ASK_S + pull_s + (lent - own) * load.promoted_token_s
+                others_s = (own - device) * load.promoted_token_s + compute_s(load, lent)
+                options.append((loan_s * load.pull_bounds[peer.worker] + others_s, loan_s + others_s))
         # Few enough for all lenders to be considered.
-        assert leg.own_s.item(row) == pytest.approx(min(options), rel=1e-9)
+        assert leg.own_s.item(row) == pytest.approx(min(options)[1], rel=1e-9)
+        assert leg.bound_s(row) >= leg.own_s.item(row) + leg.queue_s.item(row)
         if lender := predict.lender(leg, row):
             peer = team.loads[team.rows[lender]]
             assert peer.identity == load.identity

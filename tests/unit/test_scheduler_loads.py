@@ -139,6 +139,8 @@ def test_a_repeated_or_retried_request_counts_once(loads: Loads) -> None:
         {"steps": msgspec.structs.replace(STEPS, kv_s=-1.0)},
         {"steps": msgspec.structs.replace(STEPS, spread=float("inf"))},
         {"transfers": (TransferFit(peer="p", backend="tcp", bytes_per_s=0.0),)},
+        {"transfers": (TransferFit(peer="p", backend="tcp", bytes_per_s=1e9, spread=float("nan")),)},
+        {"transfers": (TransferFit(peer="p", backend="tcp", bytes_per_s=1e9, spread=-1.0),)},
     ],
 )
 def test_a_heartbeat_with_impossible_figures_changes_nothing(loads: Loads, nonsense: dict[str, Any]) -> None:

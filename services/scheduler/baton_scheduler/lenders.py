@@ -1,7 +1,7 @@
 """Loans between KV pools in predictions: for each worker, the lender that shortens the prompt most. Pure.
 
-A loan counts only where it is predicted to take less time than computing its tokens. The borrower gives it up when it
-takes longer (`baton.worker.loans`).
+A loan counts only where its upper bound is less than the time of computing its tokens. The borrower gives it up when it
+takes longer than computing (`baton.worker.loans`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Borrowing(msgspec.Struct, frozen=True, eq=False):
     tokens: Vector
     loan_s: Vector
     """Time to ask for it and to pull and promote its tokens."""
+    loan_bound_s: Vector
+    """Upper bound of it, as pulls from the lender have scattered."""
     rest_s: Vector
     """Time to compute the tokens after it, with the sequences in its steps."""
     rest_prompt_s: Vector
@@ -52,6 +54,7 @@ class Borrowing(msgspec.Struct, frozen=True, eq=False):
         return Borrowing(
             tokens=np.where(holds, self.tokens, tokens),
             loan_s=np.where(holds, self.loan_s, 0.0 if other is None else other.loan_s),
+            loan_bound_s=np.where(holds, self.loan_bound_s, 0.0 if other is None else other.loan_bound_s),
             rest_s=np.where(holds, self.rest_s, rest.rest_s),
             rest_prompt_s=np.where(holds, self.rest_prompt_s, rest.rest_prompt_s),
             displaced_s=np.where(holds, self.displaced_s, 0.0 if other is None else other.displaced_s),
@@ -90,7 +93,8 @@ def borrow(
     """Return the best loan of each worker, which has `own_tokens` of the prompt already, on its device or pool."""
     nothing = np.zeros(len(rows))
     whole_prompt_s, whole_s = prefill_s(figures, prompt_tokens - own_tokens, prompt_tokens)
-    best = Borrowing(nothing, nothing, whole_s, whole_prompt_s, nothing, np.full(len(rows), -1))
+    best = Borrowing(nothing, nothing, nothing, whole_s, whole_prompt_s, nothing, np.full(len(rows), -1))
+    least_s = whole_s
     loads = team.at(rows)
     is_alike = len(team.identities) == 1
     for number, lender in enumerate(lenders):
@@ -105,10 +109,13 @@ def borrow(
         name = lender.load.worker
         bandwidth = np.array([load.bandwidths.get(name, load.bandwidth) for load in loads])
         loan_s = ASK_S + tokens * (figures.kv_bytes_per_token / bandwidth + figures.promoted_token_s)
+        loan_bound_s = loan_s * [load.pull_bounds.get(name, 1.0) for load in loads]
         rest_prompt_s, rest_s = prefill_s(figures, prompt_tokens - own_tokens - tokens, prompt_tokens)
-        is_faster = (tokens > 0) & (loan_s + rest_s < best.loan_s + best.rest_s)
+        bound_s = loan_bound_s + rest_s
+        is_faster = (tokens > 0) & (bound_s < least_s)
+        least_s = np.where(is_faster, bound_s, least_s)
         displaced_share = np.maximum(1 - figures.pool_tokens_free / np.maximum(tokens, 1.0), 0.0)
         displaced_s = displaced_share * (whole_prompt_s - rest_prompt_s)
-        loan = Borrowing(tokens, loan_s, rest_s, rest_prompt_s, displaced_s, np.full(len(rows), number))
+        loan = Borrowing(tokens, loan_s, loan_bound_s, rest_s, rest_prompt_s, displaced_s, np.full(len(rows), number))
         best = loan.where(is_faster, best)
     return best

@@ -277,6 +277,7 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.completed,
         heartbeat.steps.samples,
         heartbeat.steps.spread,
+        *[each.spread for each in heartbeat.transfers],
     )
     steps = heartbeat.steps
     rates = (

@@ -12,6 +12,8 @@ What a worker has in its pool only is promoted, and what it has in the pool's fi
 that takes less time than to compute it, or to pull it. What only another worker's pool has is borrowed where that takes
 less time than to compute it (`lenders.py`).
 
+Half of the actual times are above a prediction. Its bound is two standard deviations of the workers' samples above it.
+
 The cost adds what the placement does to other requests, in seconds as well; its weights are in `worker_load.py`. It
 leaves out the half step, with which placements were no better (`docs/replay.md`).
 """
@@ -141,6 +143,15 @@ class Computing(Leg, frozen=True, eq=False):
         """Return the tokens that a worker borrows."""
         return 0 if self.borrowing is None else int(self.borrowing.tokens.item(index))
 
+    def bound_s(self, index: int) -> float:
+        """Return the upper bound of a worker's `queue_s` and `own_s`."""
+        factor = self.load(index).bound
+        bound_s = factor * (self.queue_s.item(index) + self.own_s.item(index))
+        if self.borrowing is not None:
+            loan_s = factor * self.borrowing.loan_s.item(index)
+            bound_s += max(self.borrowing.loan_bound_s.item(index) - loan_s, 0.0)
+        return bound_s
+
     def terms(self) -> dict[str, Vector]:
         """Return the parts of the cost by name."""
         own = {"waiting_s": self.waiting_s, "queue_s": self.queue_s, "own_s": self.own_s}
@@ -239,7 +250,7 @@ class Prediction:
             for tokens, fetching_s in room.stored or (Stored(nothing, nothing),):
                 own_tokens = room.cached_tokens + tokens
                 loan = borrow(self._lenders, room.team, room.rows, figures, own_tokens, self.demand.prompt_tokens)
-                pays = (loan.tokens > 0) & (fetching_s + loan.loan_s + loan.rest_s < own_s)
+                pays = (loan.tokens > 0) & (fetching_s + loan.loan_bound_s + loan.rest_s < own_s)
                 if promoted_tokens is not None and promotion_s is not None:
                     promoted_tokens = np.where(pays, tokens, promoted_tokens)
                     promotion_s = np.where(pays, fetching_s, promotion_s)
@@ -305,6 +316,7 @@ class Prediction:
             lender=self.lender(leg, index),
             speculative_tokens=self._speculative_tokens(load, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + leg.own_s.item(index)),
+            ttft_bound_s=waiting_s + leg.bound_s(index),
             predicted_token_interval_s=load.answer_interval_s,
             waiting_s=waiting_s,
             queue_s=queue_s,
@@ -315,7 +327,10 @@ class Prediction:
         """Return the candidate that prefills on one worker and decodes on another."""
         prefill, decode = source.load(source_index), sink.load(sink_index)
         queue_s, own_s = source.queue_s.item(source_index), source.own_s.item(source_index)
-        left_s = tail_s(prefill, decode, sink.missing_bytes.item(sink_index), own_s)
+        missing_bytes = sink.missing_bytes.item(sink_index)
+        left_s = tail_s(prefill, decode, missing_bytes, own_s)
+        left_bound_s = tail_s(prefill, decode, missing_bytes * decode.pull_bounds.get(prefill.worker, 1.0), own_s)
+        interval_s = decode.half_interval_s + decode.next_interval_s
         waiting_s = max(source.waiting_s.item(source_index), sink.waiting_s.item(sink_index))
         cached_tokens, promoted_tokens = int(source.cached_tokens.item(source_index)), source.promoted(source_index)
         return Candidate(
@@ -328,7 +343,8 @@ class Prediction:
             borrowed_tokens=source.borrowed(source_index),
             lender=self.lender(source, source_index),
             speculative_tokens=self._speculative_tokens(prefill, cached_tokens - promoted_tokens),
-            predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.half_interval_s + decode.next_interval_s,
+            predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + interval_s,
+            ttft_bound_s=waiting_s + source.bound_s(source_index) + left_bound_s + decode.bound * interval_s,
             predicted_token_interval_s=decode.answer_interval_s,
             waiting_s=waiting_s,
             queue_s=queue_s,

@@ -8,7 +8,8 @@ from typing import Final
 
 import msgspec
 
-from baton.messages.workers import Heartbeat, Role, TransferFit
+from baton.messages.workers import Heartbeat, Role, StepFit, TransferFit
+from baton_scheduler.pooling import SAMPLES_MIN
 
 COMPUTE_WEIGHT: Final = 1.0
 """Weight of an attempt's own prompt for others, beside its own time: prompts that come next wait for it, too."""
@@ -24,6 +25,15 @@ BANDWIDTH_GUESS: Final = 4e9
 """Bytes per second of a pull where no worker has measured one."""
 NEVER_S: Final = 1e30
 """Time per token of a promotion where there is no pool."""
+BOUND_DEVIATIONS: Final = 2.0
+"""Standard deviations of a worker's samples between a prediction and its bound."""
+SPREAD_MAX: Final = 2.0
+"""Larger spreads say no more than that nothing is known."""
+
+
+def bound_factor(fit: StepFit | TransferFit) -> float:
+    """Return the ratio of a bound to its prediction; 1 while too little is measured to tell."""
+    return exp(BOUND_DEVIATIONS * min(fit.spread, SPREAD_MAX)) if fit.samples >= SAMPLES_MIN else 1.0
 
 
 class SoftPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +63,7 @@ class WorkerLoad:
         "bandwidth",
         "bandwidths",
         "block_tokens",
+        "bound",
         "compute_weight",
         "computes_until_s",
         "context_tokens_max",
@@ -74,6 +85,7 @@ class WorkerLoad:
         "pooled_until_s",
         "promoted_token_s",
         "promotion_bytes_per_s",
+        "pull_bounds",
         "ready",
         "role",
         "running_max",
@@ -104,6 +116,8 @@ class WorkerLoad:
         """Bytes per second of a pull from a peer of which none was measured."""
         self.bandwidths: dict[str, float] = {}
         """The same by peer, as measured."""
+        self.pull_bounds: dict[str, float] = {}
+        """Ratio of the bound of a pull's time to its prediction, by peer."""
         self.own_bandwidth = 0.0
         """Median of these; 0: none was measured."""
         self._transfers: tuple[TransferFit, ...] = ()
@@ -146,9 +160,12 @@ class WorkerLoad:
         if heartbeat.transfers != self._transfers:
             self._transfers = heartbeat.transfers
             self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+            self.pull_bounds = {each.peer: bound_factor(each) for each in heartbeat.transfers}
             self.own_bandwidth = median(self.bandwidths.values()) if self.bandwidths else 0.0
         steps = self.steps
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
+        self.bound = bound_factor(steps)
+        """Ratio of the bound of the time of what it computes and copies to its prediction."""
         rate = self.promotion_bytes_per_s
         self.promoted_token_s = heartbeat.kv_bytes_per_token / rate if rate else NEVER_S
         self.pool_tokens_free = heartbeat.pool_tokens_free
