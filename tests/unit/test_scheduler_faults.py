@@ -14,7 +14,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.placement import Disaggregation, Placement
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.heartbeats import heartbeat
-from tests.unit.test_scheduler_holding import BEAT_S, World
+from tests.harness.holding import BEAT_S, World
 from tests.unit.test_scheduler_service import Gateway, place, scheduling
 
 PREFILL = heartbeat("p1", Role.PREFILL)

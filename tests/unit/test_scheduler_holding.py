@@ -3,177 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import AsyncGenerator
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
-from baton_scheduler.config import SchedulerSettings
-from baton_scheduler.queue import REMEMBER_S
-from baton_scheduler.service import SchedulerService
 
 from baton import subjects
-from baton.bus import Delivery, MemoryBus, MemoryNetwork
-from baton.clock import ManualClock
 from baton.messages.base import Context, Refused
-from baton.messages.codec import AnyMessage
-from baton.messages.index import Match, Matched
 from baton.messages.placement import (
     PRIORITY_BEGUN,
-    Candidate,
     Held,
-    Place,
-    Placed,
     Placement,
     QueuePositions,
     Released,
     Withdraw,
 )
-from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
-from baton.node.ports import Randomness, deterministic_ports
-from baton.node.service import Node, serve
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
+from baton.messages.workers import Goodbye
 from tests.harness.heartbeats import heartbeat
-
-BEAT_S = 0.25
-FULL: dict[str, Any] = {"running": 8}
-
-
-@dataclass
-class World:
-    """Schedulers, workers that are only heartbeats, an index, and what gateway `g` hears."""
-
-    clock: ManualClock = field(default_factory=ManualClock)
-    workers: dict[str, Heartbeat] = field(default_factory=dict[str, Heartbeat])
-    heard: list[AnyMessage] = field(default_factory=list[AnyMessage])
-    placed: list[Placed] = field(default_factory=list[Placed])
-    matches: list[Match] = field(default_factory=list[Match])
-    gateways: tuple[str, ...] = ("g",)
-    seeds: Iterator[int] = field(default_factory=count)
-    bus_of_scheduler: type[MemoryBus] = MemoryBus
-
-    def __post_init__(self) -> None:
-        self.network = MemoryNetwork(clock=self.clock)
-        self.bus = MemoryBus(self.network)
-
-    async def start(self) -> None:
-        async def hear(delivery: Delivery) -> None:
-            self.heard.append(delivery.message)
-
-        async def note(delivery: Delivery) -> None:
-            assert isinstance(delivery.message, Placed)
-            self.placed.append(delivery.message)
-
-        async def match(delivery: Delivery) -> None:
-            assert isinstance(delivery.message, Match)
-            self.matches.append(delivery.message)
-            await delivery.respond(Matched(held={}))
-
-        handlers = {subjects.gateway("g"): hear, subjects.gateway("h"): hear, subjects.PLACED: note}
-        for subject, handler in (handlers | {subjects.MATCH: match}).items():
-            await self.bus.subscribe(subject, handler)
-
-    @asynccontextmanager
-    async def scheduler(self, random: Randomness | None = None, **changes: Any) -> AsyncGenerator[Stop]:
-        """Run a scheduler."""
-        settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.01), **changes)
-        bus, stop = self.bus_of_scheduler(self.network), Stop()
-        ports = deterministic_ports(bus, self.clock, seed=next(self.seeds))
-        if random is not None:
-            ports = replace(ports, random=random)
-        node = Node(ports=ports, tracing=Tracing("scheduler"), metrics=Metrics("scheduler"))
-        running = asyncio.create_task(serve(SchedulerService(settings, node), stop))
-        await self.pass_time(0.02)
-        assert stop.serving
-        yield stop
-        stop.asked.set()
-        await self.pass_time(1.0)
-        assert running.done()
-        running.result()
-        await bus.close()
-
-    async def pass_time(self, duration_s: float) -> None:
-        """Let time pass; workers and gateways beat at its start and each 0.25 s."""
-        while duration_s > 0:
-            for worker in self.workers.values():
-                await self.bus.publish(subjects.HEARTBEAT, worker)
-            for gateway in self.gateways:
-                await self.bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway=gateway))
-            await self.clock.advance(min(BEAT_S, duration_s))
-            duration_s -= BEAT_S
-
-    async def beat(self, worker: str, **load: Any) -> None:
-        """Send a worker's heartbeat, and let schedulers act on it."""
-        self.workers[worker] = heartbeat(worker, **load)
-        await self.bus.publish(subjects.HEARTBEAT, self.workers[worker])
-        await self.clock.advance(0.02)
-
-    async def ask(self, request: str, **changes: Any) -> AnyMessage:
-        place = Place(
-            context=Context(request=request, budget_s=60.0),
-            model="tiny",
-            blocks=bytes(32),
-            prompt_tokens=64,
-            output_tokens_max=16,
-            gateway="g",
-            hold_s=10.0,
-        )
-        asked = asyncio.create_task(
-            self.bus.request(subjects.PLACE, msgspec.structs.replace(place, **changes), timeout_s=2.0)
-        )
-        await self.clock.settle()
-        return await asked
-
-    async def hold(self, request: str, **changes: Any) -> None:
-        assert isinstance(await self.ask(request, **changes), Held)
-
-    def released(self) -> dict[str, str]:
-        """Return what became of held requests, in order: their worker, the code of their error, or `handed back`."""
-        return {
-            each.request: each.placement.decode.worker
-            if each.placement
-            else each.error.code
-            if each.error
-            else "handed back"
-            for each in self.heard
-            if isinstance(each, Released)
-        }
-
-    def positions(self) -> list[str]:
-        """Return the requests of the last message of positions, in order."""
-        last = [each for each in self.heard if isinstance(each, QueuePositions)][-1]
-        assert [number for _, _, number, _ in last.positions] == sorted(number for _, _, number, _ in last.positions)
-        return [request for request, *_ in last.positions]
-
-
-def placed_elsewhere(tenant: str, weight: float = 1.0) -> Placed:
-    """Return what another scheduler tells of a placement."""
-    return Placed(
-        context=Context(request="other", budget_s=1.0),
-        scheduler="another",
-        model_digest="digest",
-        blocks=b"",
-        workers=(),
-        prompt_tokens=100,
-        predicted=Candidate(decode="unknown", predicted_ttft_s=0.1),
-        tenant=tenant,
-        weight=weight,
-    )
+from tests.harness.holding import BEAT_S, FULL, World, open_world, placed_elsewhere
 
 
 @pytest.fixture
 async def world() -> AsyncGenerator[World]:
-    made = World()
-    await made.start()
-    yield made
-    await made.bus.close()
-    await made.network.close()
+    async with open_world() as made:
+        yield made
 
 
 async def test_a_request_is_held_until_a_worker_has_room(world: World) -> None:
@@ -326,120 +180,6 @@ async def test_a_request_is_held_no_longer_than_it_may_be(world: World) -> None:
         refused = next(each.error for each in world.heard if isinstance(each, Released))
         assert refused is not None
         assert refused.retry_after_s
-
-
-async def test_a_request_with_an_objective_waits_for_a_share_of_it(world: World) -> None:
-    async with world.scheduler():
-        await world.beat("d1", **FULL)
-        await world.hold("patient")
-        await world.hold("strict", ttft_s=2.0, due_in_s=2.0)
-        answer = await world.ask("waited", ttft_s=2.0, due_in_s=1.5)
-        assert isinstance(answer, Refused)
-        assert answer.error.code == "overloaded"
-        await world.pass_time(0.4)
-        assert world.released() == {}
-        await world.pass_time(0.2)
-        assert world.released() == {"strict": "overloaded"}
-
-
-async def test_an_objective_counts_the_prompts_before_it(world: World) -> None:
-    async with world.scheduler():
-        await world.beat("d1", prefill_tokens_queued=20_000)
-        assert isinstance(await world.ask("patient"), Placement)
-        await world.hold("strict", ttft_s=2.0, due_in_s=2.0)
-        assert isinstance(await world.ask("lax", ttft_s=60.0, due_in_s=60.0), Held), "what may wait waits here"
-
-
-async def test_a_tpot_objective_waits_for_a_fast_worker(world: World) -> None:
-    async with world.scheduler():
-        await world.beat("d1")
-        await world.hold("strict", tpot_s=1e-6)
-        assert isinstance(await world.ask("lax", tpot_s=1.0), Placement)
-        await world.pass_time(1.0)
-        assert world.released() == {}
-
-
-async def test_a_tenant_that_had_more_than_its_share_leaves_workers_free_for_others(world: World) -> None:
-    strict: dict[str, Any] = {"ttft_s": 2.0, "due_in_s": 2.0}
-    async with world.scheduler():
-        await world.beat("d1", prefill_tokens_queued=30_000)
-        for number in range(2):
-            await world.hold(f"flood-{number}", tenant="flood", **strict)
-        for tenant in ("flood", "flood", "guest"):
-            await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant))
-        await world.beat("d1", prefill_tokens_queued=300)
-        assert world.released() == {}, "a wait of 0.3 s is short enough for one request only"
-        await world.beat("d1", prefill_tokens_queued=0)
-        assert list(world.released()) == ["flood-0"]
-        await world.pass_time(0.4)
-        assert list(world.released()) == ["flood-0", "flood-1"], "the first prompt is computed"
-
-
-async def test_a_flood_leaves_workers_free_by_the_others_part_of_the_traffic(world: World) -> None:
-    """Prompts of 0.5 s on four workers: the flood has had a third of the tokens, more than its fifth by weight."""
-    async with world.scheduler():
-        names = [f"d{number}" for number in range(4)]
-        for name in names:
-            await world.beat(name, **FULL)
-        for number in range(8):
-            await world.hold(f"flood-{number}", tenant="flood", prompt_tokens=500, output_tokens_max=84)
-        for tenant, weight in (("flood", 1.0), ("guest", 4.0), ("guest", 4.0)):
-            for _ in range(20):
-                await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant, weight))
-        world.workers = {name: heartbeat(name) for name in names}
-        await world.pass_time(0.1)
-        assert len(set(world.released().values())) == len(world.released()) == 3, "the fourth worker is left free"
-
-
-async def test_a_tenant_that_had_more_than_its_share_may_use_an_idle_worker_that_is_slow(world: World) -> None:
-    """Even an idle worker takes 9 ms for a token; a sixth of the objective is to be left to the guest."""
-    async with world.scheduler():
-        await world.beat("d1", **FULL)
-        for number in range(2):
-            await world.hold(f"flood-{number}", tenant="flood", prompt_tokens=1, tpot_s=0.0105)
-        for tenant in ("flood", "guest", "flood"):
-            await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant))
-        await world.beat("d1", running=1)
-        assert world.released() == {}, "10 ms beside another answer"
-        await world.beat("d1", running=0)
-        assert list(world.released()) == ["flood-0"], "the next one would not be alone"
-
-
-async def test_shares_of_a_past_overload_are_forgotten(world: World) -> None:
-    strict: dict[str, Any] = {"ttft_s": 2.0, "due_in_s": 2.0, "tenant": "flood"}
-    async with world.scheduler():
-        await world.beat("d1", **FULL)
-        await world.hold("guest", tenant="guest")
-        for tenant in ("flood", "flood", "guest"):
-            await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant))
-        await world.beat("d1", prefill_tokens_queued=300)
-        assert list(world.released()) == ["guest"]
-        await world.beat("d1", prefill_tokens_queued=300)
-        assert isinstance(await world.ask("soon", **strict, hold_s=0.0), Refused), "a wait of 0.3 s is too long for it"
-        await world.pass_time(REMEMBER_S + 1.0)
-        assert isinstance(await world.ask("later", **strict, hold_s=0.0), Placement)
-
-
-async def test_a_new_request_does_not_take_the_room_of_a_tenant_that_was_given_less(world: World) -> None:
-    async with world.scheduler():
-        await world.beat("d1", **FULL)
-        await world.beat("d2", running=6)
-        await world.hold("guest", tenant="guest", exclude=("d2",))
-        await world.clock.advance(0.1)
-        assert isinstance(await world.ask("first", tenant="flood"), Placement)
-        await world.hold("second", tenant="flood")
-        await world.clock.advance(0.1)
-        assert world.released() == {"second": "d2"}, "the guest waits for another worker"
-
-
-async def test_weights_are_shares(world: World) -> None:
-    async with world.scheduler():
-        await world.beat("d1", **FULL)
-        for number in range(6):
-            await world.hold(f"light-{number}", tenant="light", due_in_s=number)
-            await world.hold(f"heavy-{number}", tenant="heavy", weight=2.0, due_in_s=number)
-        await world.pass_time(BEAT_S)
-        assert Counter(each.partition("-")[0] for each in world.positions()[:6]) == {"light": 2, "heavy": 4}
 
 
 async def test_refusals_say_when_the_turn_would_come(world: World) -> None:

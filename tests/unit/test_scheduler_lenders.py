@@ -19,25 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.messages.placement import Disaggregation
-from baton.messages.workers import Heartbeat, PromotionFit, Role, StepFit, TransferFit
+from baton.messages.workers import Heartbeat, PromotionFit, Role, TransferFit
 from tests.harness.heartbeats import heartbeat
+from tests.harness.placements import steps
 
 KV_BYTES_PER_TOKEN = 1000
-RATES = StepFit(
-    prompt_step_s=1e-9,
-    prompt_token_s=1e-3,
-    prompt_pair_s=1e-15,
-    decode_step_s=0.01,
-    sequence_s=1e-9,
-    kv_s=1e-9,
-    samples=100,
-)
-"""A thousand prompt tokens per second; a loan of one token takes a microsecond unless a test says otherwise."""
 
 
 def beat(name: str, role: Role = Role.DECODE, *, pool: bool = True, **fields: Any) -> Heartbeat:
     promotion = PromotionFit(bytes_per_s=1e9, samples=1) if pool else None
-    return heartbeat(name, role, steps=RATES, kv_bytes_per_token=KV_BYTES_PER_TOKEN, promotion=promotion, **fields)
+    return heartbeat(name, role, steps=steps(), kv_bytes_per_token=KV_BYTES_PER_TOKEN, promotion=promotion, **fields)
 
 
 def lender(match: PrefixMatch, *beats: Heartbeat, mode: Disaggregation = Disaggregation.NEVER) -> tuple[str, str]:
@@ -122,9 +113,9 @@ def test_the_lender_with_the_least_bound_is_asked() -> None:
 
 def test_a_prediction_has_a_bound_once_enough_is_measured() -> None:
     def bound_by_prediction(spread: float, samples: int) -> float:
-        steps = msgspec.structs.replace(RATES, spread=spread, samples=samples)
+        rates = steps(spread=spread, samples=samples)
         demand = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=1, disaggregation=Disaggregation.NEVER)
-        serving = Serving([WorkerLoad(msgspec.structs.replace(beat("w", prefill_tokens_queued=500), steps=steps))])
+        serving = Serving([WorkerLoad(msgspec.structs.replace(beat("w", prefill_tokens_queued=500), steps=rates))])
         predicted = choose(demand, serving, PrefixMatch(), Predicted(), PlacementOptions(), Random(0), 0.0).predicted
         return predicted.ttft_bound_s / predicted.predicted_ttft_s
 

@@ -25,7 +25,7 @@ from baton.messages.placement import Candidate, Disaggregation, Held, Place, Pla
 from baton.messages.workers import Role
 from baton.node.ports import system_ports
 from tests.harness.heartbeats import heartbeat
-from tests.unit.test_scheduler_holding import FULL, World
+from tests.harness.holding import FULL, World
 
 PLACE = Place(
     context=Context(request="r-0", budget_s=5.0),

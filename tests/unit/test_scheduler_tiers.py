@@ -17,22 +17,13 @@ from hypothesis import strategies as st
 from baton.errors import MalformedMessage
 from baton.messages.base import Context, WorkerAddress
 from baton.messages.placement import Candidate, Disaggregation, Placed
-from baton.messages.workers import Heartbeat, PromotionFit, Role, StepFit, TransferFit
+from baton.messages.workers import Heartbeat, PromotionFit, Role, TransferFit
 from tests.harness.heartbeats import heartbeat
+from tests.harness.placements import steps
 
 OPTIONS = PlacementOptions()
 PROMPT_TOKENS = 1000
 KV_BYTES_PER_TOKEN = 1_000_000
-RATES = StepFit(
-    prompt_step_s=1e-9,
-    prompt_token_s=1e-3,
-    prompt_pair_s=1e-15,
-    decode_step_s=0.01,
-    sequence_s=1e-9,
-    kv_s=1e-9,
-    samples=100,
-)
-"""A thousand prompt tokens per second."""
 
 
 def beat(
@@ -46,7 +37,7 @@ def beat(
     return heartbeat(
         name,
         role,
-        steps=RATES,
+        steps=steps(),
         kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         promotion=None if rate is None else PromotionFit(bytes_per_s=rate * KV_BYTES_PER_TOKEN, samples=1),
         loading=None if loaded is None else PromotionFit(bytes_per_s=loaded * KV_BYTES_PER_TOKEN, samples=1),
@@ -87,7 +78,7 @@ def test_a_decode_worker_promotes_what_it_would_pull_more_slowly() -> None:
     assert (chosen.decode_cached_tokens, chosen.decode_promoted_tokens) == (640, 640)
     fast_link = (TransferFit(peer="p", backend="verbs", bytes_per_s=1e20, samples=9),)
     loads = Loads(LoadsOptions())
-    for each in (pair[0], heartbeat("d", steps=RATES, promotion=pair[1].promotion, transfers=fast_link)):
+    for each in (pair[0], heartbeat("d", steps=steps(), promotion=pair[1].promotion, transfers=fast_link)):
         loads.take(each, 0.0)
     demand = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=9, disaggregation=Disaggregation.ALWAYS)
     match = PrefixMatch({"p": 20}, {}, {"d": 20})

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import random
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.connectors.place import RankPlace
-from baton.connectors.pool_rank import open_file
 from baton.connectors.pool_report import FileReport
-from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
+from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
-from baton.engines.simulated.pool import MakeFile
 from baton.errors import (
     AttemptFailed,
     ConfigurationError,
@@ -30,156 +22,13 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.messages.attempts import FinishReason, Sampling
-from baton.messages.base import WorkerAddress
 from baton.pool.file import KvFile
 from baton.pool.file_io import FileIo, FileJob
 from baton.pool.memory import KvPool
-from baton.transfer import AgentOptions, Pool, TransferEvent, Whole
-from baton.transfer.memory import MemoryAgent, MemoryFabric
+from baton.transfer import AgentOptions, TransferEvent, Whole
+from baton.transfer.memory import MemoryAgent
 from tests.harness.limits import ProcessorTime
-
-# One second per step, whatever is in it: an instant says which step it is.
-SECONDS = {"step_fixed_s": 1.0, "prefill_token_s": 0.0, "decode_sequence_s": 0.0, "attention_token_s": 0.0, "speed": 1}
-GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(300, 8192) for _ in range(tokens)]
-
-
-@dataclass
-class Run:
-    """One attempt, read by a task as its tokens come."""
-
-    task: asyncio.Task[None]
-    deltas: list[EngineDelta] = field(default_factory=list[EngineDelta])
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.tokens]
-
-
-class World:
-    """Engines on one manual clock and one memory fabric; neither advances by itself."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.fabric = MemoryFabric(now_s=self.clock.now_s, threaded=False)
-        self.agents: list[MemoryAgent] = []
-        self.engines: list[SimulatedEngine] = []
-        self.facts: list[EngineFacts] = []
-        self._numbers = 0
-
-    async def engine(
-        self,
-        *,
-        make_agent: Callable[[AgentOptions], MemoryAgent] | None = None,
-        agent: AgentOptions | None = None,
-        make_file: MakeFile = open_file,
-        **options: object,
-    ) -> SimulatedEngine:
-        def make(agent_options: AgentOptions) -> MemoryAgent:
-            self.agents.append((make_agent or self.fabric.agent)(agent_options))
-            return self.agents[-1]
-
-        engine = SimulatedEngine(
-            "a model",
-            options={**SECONDS, "block_tokens": 16, **options},
-            agent=agent or AgentOptions(unclaimed_ttl_s=1000, lease_ttl_s=1000, wanted_timeout_s=1000),
-            clock=self.clock,
-            make_agent=make,
-            make_file=make_file,
-        )
-        self.engines.append(engine)
-        self.facts.append(await engine.start())
-        return engine
-
-    def made(self, kind: type[MemoryAgent]) -> Callable[[AgentOptions], MemoryAgent]:
-        """Return what makes agents of another kind on this world's fabric."""
-        return partial(kind, self.fabric)
-
-    def run(
-        self,
-        engine: SimulatedEngine,
-        tokens: Sequence[int],
-        sampling: Sampling = GREEDY,
-        *,
-        leg: Leg = Leg.WHOLE,
-        name: str | None = None,
-        budget_s: float = 1000.0,
-        computing_token_s: float = 0.0,
-    ) -> Run:
-        self._numbers += 1
-        source = WorkerAddress(worker="p", generation=1, agents=self.facts[0].agents)
-        request = EngineRequest(
-            request=name or f"request {self._numbers}",
-            attempt=0,
-            leg=leg,
-            tokens=tokens,
-            sampling=sampling,
-            source=source if leg is Leg.DECODE else None,
-            budget_s=budget_s,
-            computing_token_s=computing_token_s,
-        )
-
-        async def read() -> None:
-            async for delta in engine.generate(request):
-                run.deltas.append(delta)
-
-        run = Run(asyncio.create_task(read()))
-        return run
-
-    async def advance(self, duration_s: float, *, ticks: int | None = None) -> None:
-        """Move time in small steps, and let agents move bytes at each."""
-        ticks = ticks or max(1, round(duration_s * 4))
-        for _ in range(ticks):
-            await self.clock.advance(duration_s / ticks)
-            self.fabric.step()
-            await self.clock.settle()
-
-    async def finish(self, *runs: Run, limit_s: float = 400.0) -> None:
-        """Move time until all runs have ended."""
-        while not all(run.task.done() for run in runs):
-            assert limit_s > 0, "a run does not end"
-            limit_s -= 0.5
-            await self.advance(0.5, ticks=1)
-        for run in runs:
-            await run.task
-
-    async def settle(self) -> None:
-        await self.clock.settle()
-        self.fabric.step()
-        await self.clock.settle()
-
-    def assert_empty(self) -> None:
-        for engine in self.engines:
-            load = engine.load()
-            assert (load.kv_usage, load.running, load.waiting, load.leased_blocks) == (0, 0, 0, 0)
-
-
-@asynccontextmanager
-async def open_world() -> AsyncGenerator[World]:
-    world = World()
-    before = asyncio.all_tasks()
-    try:
-        yield world
-    finally:
-        for engine in world.engines:
-            await engine.close()
-    leftover = asyncio.all_tasks() - before
-    assert not leftover, f"tasks are left after close: {leftover}"
-
-
-async def whole_answer(tokens: Sequence[int], sampling: Sampling = GREEDY) -> list[int]:
-    """Return what an engine of its own answers."""
-    async with open_world() as world:
-        run = world.run(await world.engine(), tokens, sampling)
-        await world.finish(run)
-        return run.tokens
-
-
-# ---------------------------------------------------------------- time
+from tests.harness.simulated import open_world, prompt
 
 
 async def test_it_starts_with_little_work() -> None:
@@ -225,186 +74,6 @@ async def test_the_budget_is_the_time_to_the_first_token() -> None:
         await world.advance(3.5)
         assert len(begun.tokens) == 4
         await world.finish(begun)
-        world.assert_empty()
-
-
-# ---------------------------------------------------------------- hand-off
-
-
-async def test_a_layer_moves_before_the_next_is_computed() -> None:
-    async with open_world() as world:
-        prefill, decode = await world.engine(), await world.engine()
-        tokens = prompt(65)
-        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
-        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
-        await world.settle()
-        moved: list[int] = []
-        for _ in range(4):
-            # A quarter of the only step: one of four layers is computed now.
-            await world.advance(0.25)
-            moved.append(world.agents[1].stats().pulled_blocks)
-        assert moved == [4, 8, 12, 16]
-        await world.finish(run, held)
-        assert run.tokens == await whole_answer(tokens)
-        world.assert_empty()
-
-
-async def test_what_prefill_had_cached_moves_before_its_first_step_ends() -> None:
-    async with open_world() as world:
-        prefill, decode = await world.engine(), await world.engine()
-        tokens = prompt(65)
-        await world.finish(world.run(prefill, tokens[:49]))
-        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
-        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
-        await world.settle()
-        assert world.agents[1].stats().pulled_blocks == 3 * 4
-        await world.finish(held, run)
-        assert run.tokens == await whole_answer(tokens)
-
-
-def corrupt(pool: Pool, *, layer: int, block: int, byte: int, bit: int) -> None:
-    address = pool.layer_addresses[layer] + block * pool.block_stride_bytes + byte
-    ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ (1 << bit), 1)
-
-
-@pytest.mark.parametrize("side", ["source", "sink"])
-async def test_any_wrong_byte_in_a_handed_off_block_changes_the_answer(side: str) -> None:
-    tokens = prompt(49)
-    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
-    right = await whole_answer(tokens, sampling)
-    places = random.Random(3)
-    for _ in range(25):
-        async with open_world() as world:
-            prefill, decode = await world.engine(), await world.engine()
-            held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
-            await world.advance(1.5)
-            await held.task
-            run = world.run(decode, tokens, sampling, leg=Leg.DECODE, name="r")
-            if side == "sink":
-                await world.settle()
-                assert world.agents[1].stats().pulls_done == 1
-            pool = world.agents[0 if side == "source" else 1].pool
-            assert pool is not None
-            corrupt(
-                pool,
-                layer=places.randrange(4),
-                block=places.randrange(3),
-                byte=places.randrange(pool.block_bytes),
-                bit=places.randrange(8),
-            )
-            await world.finish(run)
-            assert run.tokens[0] != right[0]
-
-
-class MisdirectedAgent(MemoryAgent):
-    """An agent with a bug: it writes two blocks into each other's place."""
-
-    def pull(
-        self,
-        key: bytes,
-        endpoint: str,
-        *,
-        first_token: int,
-        tokens: int,
-        blocks: Sequence[int],
-        budget_s: float,
-        whole: Whole | None = None,
-    ) -> None:
-        swapped = [blocks[1], blocks[0], *blocks[2:]]
-        super().pull(key, endpoint, first_token=first_token, tokens=tokens, blocks=swapped, budget_s=budget_s)
-
-
-async def test_blocks_in_the_wrong_place_change_the_answer() -> None:
-    async with open_world() as world:
-        prefill, decode = await world.engine(), await world.engine(make_agent=world.made(MisdirectedAgent))
-        tokens = prompt(49)
-        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
-        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
-        await world.finish(held, run)
-        assert len(run.tokens) == 6
-        assert run.tokens[0] != (await whole_answer(tokens))[0]
-
-
-async def test_a_prefill_preempted_under_a_pull_begins_again() -> None:
-    async with open_world() as world:
-        prefill = await world.engine(blocks=9, step_tokens_max=9)
-        decode = await world.engine()
-        tokens = prompt(100)
-        # The request before it grows until both do not fit.
-        hog = world.run(prefill, prompt(33, seed=1), Sampling(max_tokens=40, temperature=0, ignore_eos=True))
-        await world.advance(5)
-        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
-        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
-        moved_before = 0
-        while not prefill.load().preemptions:
-            moved_before = world.agents[1].stats().pulled_blocks
-            await world.advance(0.25)
-        assert moved_before > 0, "the pull was under way"
-        assert not held.task.done()
-        assert not run.task.done()
-        await world.finish(hog, held, run)
-        assert world.agents[0].stats().leases_revoked >= 1
-        assert run.tokens == await whole_answer(tokens)
-        world.assert_empty()
-
-
-async def test_preempted_requests_answer_as_if_they_had_not_been() -> None:
-    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
-    prompts = [prompt(30, seed) for seed in range(5)]
-    expected = [await whole_answer(tokens, sampling) for tokens in prompts]
-    async with open_world() as world:
-        engine = await world.engine(blocks=12)
-        runs = [world.run(engine, tokens, sampling) for tokens in prompts]
-        await world.finish(*runs)
-        assert engine.load().preemptions > 0
-        assert [run.tokens for run in runs] == expected
-        world.assert_empty()
-
-
-async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
-    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
-    prompts = [prompt(30, seed) for seed in range(5)]
-    async with open_world() as world:
-        prefill, decode = await world.engine(), await world.engine(blocks=12)
-        held = [world.run(prefill, tokens, leg=Leg.PREFILL, name=f"r{n}") for n, tokens in enumerate(prompts)]
-        runs = [world.run(decode, tokens, sampling, leg=Leg.DECODE, name=f"r{n}") for n, tokens in enumerate(prompts)]
-        await world.finish(*held, *runs)
-        assert decode.load().preemptions > 0
-        assert [run.tokens for run in runs] == [await whole_answer(tokens, sampling) for tokens in prompts]
-        world.assert_empty()
-
-
-async def test_an_unclaimed_lease_is_freed() -> None:
-    async with open_world() as world:
-        prefill = await world.engine(agent=AgentOptions(unclaimed_ttl_s=10))
-        held = world.run(prefill, prompt(50), leg=Leg.PREFILL)
-        await world.finish(held)
-        assert prefill.load().leased_blocks == 4
-        await world.advance(12)
-        world.assert_empty()
-
-
-async def test_a_lease_that_ends_while_it_is_computed_is_finished_and_freed() -> None:
-    async with open_world() as world:
-        prefill = await world.engine(agent=AgentOptions(unclaimed_ttl_s=2), step_tokens_max=16)
-        held = world.run(prefill, prompt(100), leg=Leg.PREFILL)
-        await world.finish(held)
-        assert held.deltas[-1].finish is FinishReason.LENGTH
-        world.assert_empty()
-
-
-async def test_a_cancelled_pull_keeps_its_blocks_until_the_agent_is_done() -> None:
-    async with open_world() as world:
-        await world.engine()
-        decode = await world.engine()
-        run = world.run(decode, prompt(50), leg=Leg.DECODE, name="r")
-        await world.clock.settle()
-        await decode.abort("r", 0)
-        await world.clock.settle()
-        await run.task
-        assert run.deltas[-1].finish is FinishReason.CANCELLED
-        assert decode.load().kv_usage > 0, "the agent has not said yet that it writes no more"
-        await world.settle()
         world.assert_empty()
 
 
