@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.cli.deployment import (
-    Deployment,
-    resolve,
-    service_programs,
-    worker_programs,
-)
+from baton.cli.deployment import Deployment, resolve, service_programs, worker_programs
 from baton.processes.child import Program
 
 NATS_URL = "nats://nats-token@127.0.0.1:4222"

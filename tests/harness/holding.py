@@ -19,14 +19,7 @@ from baton.clock import ManualClock
 from baton.messages.base import Context
 from baton.messages.codec import AnyMessage
 from baton.messages.index import Match, Matched
-from baton.messages.placement import (
-    Candidate,
-    Held,
-    Place,
-    Placed,
-    QueuePositions,
-    Released,
-)
+from baton.messages.placement import Candidate, Held, Place, Placed, QueuePositions, Released
 from baton.messages.workers import GatewayBeat, Heartbeat
 from baton.node.ports import Randomness, deterministic_ports
 from baton.node.service import Node, serve

@@ -14,7 +14,8 @@ from baton_scheduler.worker_load import WorkerLoad
 
 from baton.messages.base import WorkerAddress
 from baton.messages.placement import Disaggregation, Placement
-from baton.messages.workers import Heartbeat, Role, StepFit, TransferFit
+from baton.messages.workers import Role, StepFit, TransferFit
+from tests.harness.heartbeats import heartbeat
 
 OPTIONS = PlacementOptions()
 AUTO, ALWAYS, NEVER = Disaggregation.AUTO, Disaggregation.ALWAYS, Disaggregation.NEVER
@@ -42,23 +43,14 @@ def bandwidth(peer: str, bytes_per_s: float) -> TransferFit:
 
 
 def worker(name: str, role: Role, *, agents: tuple[str, ...] = ("agent",), **changes: Any) -> WorkerLoad:
-    heartbeat = Heartbeat(
-        address=WorkerAddress(worker=name, generation=3, agents=agents),
-        role=role,
-        model="tiny",
-        model_path="tiny",
-        model_digest="digest",
-        engine="simulated",
-        block_tokens=32,
-        context_tokens_max=8192,
-        running_max=8,
-        kv_blocks_total=1000,
-        engine_block_tokens=32,
-        step_tokens_max=STEP_TOKENS_MAX,
-        steps=steps(),
-        kv_bytes_per_token=10_000,
-    )
-    return WorkerLoad(msgspec.structs.replace(heartbeat, **changes))
+    plain: dict[str, Any] = {
+        "address": WorkerAddress(worker=name, generation=3, agents=agents),
+        "context_tokens_max": 8192,
+        "step_tokens_max": STEP_TOKENS_MAX,
+        "steps": steps(),
+        "kv_bytes_per_token": 10_000,
+    }
+    return WorkerLoad(heartbeat(name, role, **(plain | changes)))
 
 
 def prefill(name: str = "p1", **changes: Any) -> WorkerLoad:

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import servers
-from baton.cli.deployment import (
-    check_deployment,
-    find_model,
-    resolve,
-    worker_programs,
-)
+from baton.cli.deployment import check_deployment, find_model, resolve, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, parse_pool_bytes, run
 from baton.cli.servers import free_port

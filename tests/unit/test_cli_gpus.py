@@ -10,11 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cli.deployment import (
-    gpu_shares,
-    resolve,
-    worker_programs,
-)
+from baton.cli.deployment import gpu_shares, resolve, worker_programs
 from baton.cli.gpu_shares import share_gpus, visible_gpus
 from baton.cli.up import describe_gpus
 from baton.devices.backends import nearest_adapters

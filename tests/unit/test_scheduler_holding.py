@@ -11,14 +11,7 @@ import pytest
 
 from baton import subjects
 from baton.messages.base import Context, Refused
-from baton.messages.placement import (
-    PRIORITY_BEGUN,
-    Held,
-    Placement,
-    QueuePositions,
-    Released,
-    Withdraw,
-)
+from baton.messages.placement import PRIORITY_BEGUN, Held, Placement, QueuePositions, Released, Withdraw
 from baton.messages.workers import Goodbye
 from tests.harness.heartbeats import heartbeat
 from tests.harness.holding import BEAT_S, FULL, World, open_world, placed_elsewhere

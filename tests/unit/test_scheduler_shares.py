@@ -11,10 +11,7 @@ from baton_scheduler.queue import REMEMBER_S
 
 from baton import subjects
 from baton.messages.base import Refused
-from baton.messages.placement import (
-    Held,
-    Placement,
-)
+from baton.messages.placement import Held, Placement
 from tests.harness.heartbeats import heartbeat
 from tests.harness.holding import BEAT_S, FULL, World, open_world, placed_elsewhere
 
