@@ -227,7 +227,7 @@ def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
                 pull_s = (lent - own) * KV_BYTES_PER_TOKEN / load.bandwidths[peer.worker]
                 loan_s = ASK_S + pull_s + (lent - own) * load.promoted_token_s
                 others_s = (own - device) * load.promoted_token_s + compute_s(load, lent)
-                options.append((loan_s * load.pull_bounds[peer.worker] + others_s, loan_s + others_s))
+                options.append((loan_s * load.pull_bound_ratios[peer.worker] + others_s, loan_s + others_s))
         # Few enough for all lenders to be considered.
         assert leg.own_s.item(row) == pytest.approx(min(options)[1], rel=1e-9)
         assert leg.bound_s(row) >= leg.own_s.item(row) + leg.queue_s.item(row)

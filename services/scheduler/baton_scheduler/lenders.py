@@ -109,7 +109,7 @@ def borrow(
         name = lender.load.worker
         bandwidth = np.array([load.bandwidths.get(name, load.bandwidth) for load in loads])
         loan_s = ASK_S + tokens * (figures.kv_bytes_per_token / bandwidth + figures.promoted_token_s)
-        loan_bound_s = loan_s * [load.pull_bounds.get(name, 1.0) for load in loads]
+        loan_bound_s = loan_s * [load.pull_bound_ratios.get(name, 1.0) for load in loads]
         rest_prompt_s, rest_s = prefill_s(figures, prompt_tokens - own_tokens - tokens, prompt_tokens)
         bound_s = loan_bound_s + rest_s
         is_faster = (tokens > 0) & (bound_s < least_s)

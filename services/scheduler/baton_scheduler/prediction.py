@@ -145,10 +145,10 @@ class Computing(Leg, frozen=True, eq=False):
 
     def bound_s(self, index: int) -> float:
         """Return the upper bound of a worker's `queue_s` and `own_s`."""
-        factor = self.load(index).bound
-        bound_s = factor * (self.queue_s.item(index) + self.own_s.item(index))
+        ratio = self.load(index).bound_ratio
+        bound_s = ratio * (self.queue_s.item(index) + self.own_s.item(index))
         if self.borrowing is not None:
-            loan_s = factor * self.borrowing.loan_s.item(index)
+            loan_s = ratio * self.borrowing.loan_s.item(index)
             bound_s += max(self.borrowing.loan_bound_s.item(index) - loan_s, 0.0)
         return bound_s
 
@@ -329,7 +329,7 @@ class Prediction:
         queue_s, own_s = source.queue_s.item(source_index), source.own_s.item(source_index)
         missing_bytes = sink.missing_bytes.item(sink_index)
         left_s = tail_s(prefill, decode, missing_bytes, own_s)
-        left_bound_s = tail_s(prefill, decode, missing_bytes * decode.pull_bounds.get(prefill.worker, 1.0), own_s)
+        left_bound_s = tail_s(prefill, decode, missing_bytes * decode.pull_bound_ratios.get(prefill.worker, 1.0), own_s)
         interval_s = decode.half_interval_s + decode.next_interval_s
         waiting_s = max(source.waiting_s.item(source_index), sink.waiting_s.item(sink_index))
         cached_tokens, promoted_tokens = int(source.cached_tokens.item(source_index)), source.promoted(source_index)
@@ -344,7 +344,7 @@ class Prediction:
             lender=self.lender(source, source_index),
             speculative_tokens=self._speculative_tokens(prefill, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + interval_s,
-            ttft_bound_s=waiting_s + source.bound_s(source_index) + left_bound_s + decode.bound * interval_s,
+            ttft_bound_s=waiting_s + source.bound_s(source_index) + left_bound_s + decode.bound_ratio * interval_s,
             predicted_token_interval_s=decode.answer_interval_s,
             waiting_s=waiting_s,
             queue_s=queue_s,

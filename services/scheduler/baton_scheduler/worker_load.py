@@ -31,7 +31,7 @@ SPREAD_MAX: Final = 2.0
 """Larger spreads say no more than that nothing is known."""
 
 
-def bound_factor(fit: StepFit | TransferFit) -> float:
+def bound_ratio(fit: StepFit | TransferFit) -> float:
     """Return the ratio of a bound to its prediction; 1 while too little is measured to tell."""
     return exp(BOUND_DEVIATIONS * min(fit.spread, SPREAD_MAX)) if fit.samples >= SAMPLES_MIN else 1.0
 
@@ -56,6 +56,7 @@ class WorkerLoad:
         "_decoding",
         "_prompts_at_s",
         "_prompts_s",
+        "_pull_bound_ratios",
         "_slots",
         "_tokens",
         "_transfers",
@@ -63,7 +64,6 @@ class WorkerLoad:
         "bandwidth",
         "bandwidths",
         "block_tokens",
-        "bound",
         "compute_weight",
         "computes_until_s",
         "context_tokens_max",
@@ -85,7 +85,6 @@ class WorkerLoad:
         "pooled_until_s",
         "promoted_token_s",
         "promotion_bytes_per_s",
-        "pull_bounds",
         "ready",
         "role",
         "running_max",
@@ -116,11 +115,11 @@ class WorkerLoad:
         """Bytes per second of a pull from a peer of which none was measured."""
         self.bandwidths: dict[str, float] = {}
         """The same by peer, as measured."""
-        self.pull_bounds: dict[str, float] = {}
-        """Ratio of the bound of a pull's time to its prediction, by peer."""
         self.own_bandwidth = 0.0
         """Median of these; 0: none was measured."""
         self._transfers: tuple[TransferFit, ...] = ()
+        self._pull_bound_ratios: dict[str, float] | None = {}
+        """None: not yet computed for these transfers."""
         self.promotion_bytes_per_s = heartbeat.promotion.bytes_per_s if heartbeat.promotion else 0.0
         """Bandwidth of promotions, as `Loads` pools it; 0: there is no pool."""
         self.pooled_until_s = -inf
@@ -134,6 +133,20 @@ class WorkerLoad:
     def kind(self) -> str:
         """Engine and its options: workers of one kind refuse the same requests."""
         return self.heartbeat.engine_kind or self.worker
+
+    # Computed when they are read: heartbeats come more often than candidates are compared.
+
+    @property
+    def bound_ratio(self) -> float:
+        """Ratio of the bound of the time of what it computes and copies to its prediction."""
+        return bound_ratio(self.steps)
+
+    @property
+    def pull_bound_ratios(self) -> dict[str, float]:
+        """Ratio of the bound of a pull's time to its prediction, by peer, where any was measured."""
+        if self._pull_bound_ratios is None:
+            self._pull_bound_ratios = {each.peer: bound_ratio(each) for each in self._transfers}
+        return self._pull_bound_ratios
 
     def hear(self, heartbeat: Heartbeat, heard_s: float, leased_share_max: float) -> None:
         """Take a heartbeat of this worker."""
@@ -160,12 +173,10 @@ class WorkerLoad:
         if heartbeat.transfers != self._transfers:
             self._transfers = heartbeat.transfers
             self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
-            self.pull_bounds = {each.peer: bound_factor(each) for each in heartbeat.transfers}
+            self._pull_bound_ratios = None
             self.own_bandwidth = median(self.bandwidths.values()) if self.bandwidths else 0.0
         steps = self.steps
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
-        self.bound = bound_factor(steps)
-        """Ratio of the bound of the time of what it computes and copies to its prediction."""
         rate = self.promotion_bytes_per_s
         self.promoted_token_s = heartbeat.kv_bytes_per_token / rate if rate else NEVER_S
         self.pool_tokens_free = heartbeat.pool_tokens_free
