@@ -219,17 +219,17 @@ def test_agents_whose_kv_means_something_else_refuse_each_other(make_node: MakeN
     assert source.agent.stats().served_bytes == 0
 
 
-LAYOUT = "layers=4 kv_heads=12 dim=128 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=16 tp=0/1"
+LAYOUT = "layers=4 kv_heads=3 dim=128 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=16 tp=0/1"
 
 
-OF_TWO = LAYOUT.replace("kv_heads=12", "kv_heads=24").replace("tp=0/1", "tp=0/2")
+OF_TWO = LAYOUT.replace("kv_heads=3", "kv_heads=6").replace("tp=0/1", "tp=0/2")
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         (LAYOUT, LAYOUT.replace("bfloat16", "float16")),
-        (LAYOUT, LAYOUT.replace("kv_heads=12 dim=128", "kv_heads=24 dim=64")),
+        (LAYOUT, LAYOUT.replace("kv_heads=3 dim=128", "kv_heads=6 dim=64")),
         (OF_TWO, OF_TWO.replace("tp=0/2", "tp=1/2")),  # They have no head in common.
     ],
 )

@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Callable
 
-from transfer_rig import BLOCK_TOKENS, SOURCE_BLOCKS, Node, make_gpu_agent
+from transfer_rig import BLOCK_TOKENS, OPTIONS, SOURCE_BLOCKS, Node, make_gpu_agent
 
 from baton.transfer import AgentOptions, NativeAgent
 
@@ -22,7 +22,11 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> N
     if int(file_bytes_max):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes_max), int(file_bytes_max)))
     options = AgentOptions(
-        secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s), **json.loads(fabric)
+        secret=OPTIONS.secret,
+        backends=tuple(backends.split(",")),
+        chunk_bytes=OPTIONS.chunk_bytes,
+        lease_ttl_s=float(lease_ttl_s),
+        **json.loads(fabric),
     )
     is_gpu = backends == GPU_AGENT
     gpu_library = options.gpu_library if is_gpu or options.backends[0].startswith("cuda") else None

@@ -31,7 +31,7 @@ from tests.harness.limits import HANG_S
 LAYERS = 4
 BLOCKS = 30
 BLOCK_TOKENS = 16
-BLOCK_BYTES = 96 << 10
+BLOCK_BYTES = 24 << 10
 GAP_BYTES = 64
 POISON = 0xA5
 TERMINAL = frozenset({EventKind.PULL_DONE, EventKind.PULL_FAILED})
@@ -44,8 +44,9 @@ OPTIONS = AgentOptions(
     wanted_timeout_s=HANG_S,
     connect_timeout_s=HANG_S,
     stall_timeout_s=HANG_S,
+    chunk_bytes=256 << 10,
 )
-"""Nothing ends by its time: what a test waits for is an event."""
+"""Nothing ends by its time: what a test waits for is an event. A layer of `SOURCE_BLOCKS` is more than one chunk."""
 RAILS = tuple(f"127.0.0.{number}:0" for number in range(2, 6))
 SOURCE_BLOCKS = list(range(3, 15))
 SINK_BLOCKS = list(range(16, 28))
