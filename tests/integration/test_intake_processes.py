@@ -54,7 +54,7 @@ class Rig:
         return task
 
     def at_work(self) -> int:
-        return len(self.pool.lent)
+        return self.pool.lent
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -63,11 +63,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 @asynccontextmanager
 async def rig(
-    settings: Settings | None = None, *, processes_max: int = 1, waiting_bytes_max: int = 1 << 20
+    settings: Settings | None = None,
+    *,
+    processes_max: int = 1,
+    waiting_bytes_max: int = 1 << 20,
+    command: tuple[str, ...] = COMMAND,
 ) -> AsyncGenerator[Rig]:
     async with AsyncExitStack() as stack:
         pool = ProcessPool(
-            clock=SystemClock(), processes_max=processes_max, waiting_bytes_max=waiting_bytes_max, command=COMMAND
+            clock=SystemClock(), processes_max=processes_max, waiting_bytes_max=waiting_bytes_max, command=command
         )
         stage = await stack.enter_async_context(open_stage(settings or Settings(port=0), pool))
         stage.say("ok")
@@ -126,6 +130,40 @@ async def test_a_client_that_leaves_costs_no_process(tmp_path: Path) -> None:
         (tmp_path / "done").touch()
         assert (await next_one).status_code == 200
         assert opened.processes() == [process]
+
+
+async def test_a_body_takes_the_process_that_is_free_first(tmp_path: Path) -> None:
+    """One more is started beside. A start takes seconds, and most bodies milliseconds."""
+    held = tmp_path / "held"
+    async with rig(processes_max=2, command=(*COMMAND, str(held))) as opened, asyncio.TaskGroup() as group:
+        held.touch()
+        first = await opened.occupy(group, f"until {tmp_path}/first")
+        second = group.create_task(opened.post(f"until {tmp_path}/second"))
+        await opened.stage.wait_for(Path(f"{held}.begun").exists)
+        (tmp_path / "first").touch()
+        assert (await first).status_code == 200
+        await opened.stage.wait_for((tmp_path / "second.begun").exists)
+        third = group.create_task(opened.post("hello"))
+        held.unlink()
+        assert (await third).status_code == 200, "the other one has started"
+        assert not second.done()
+        (tmp_path / "second").touch()
+        assert (await second).status_code == 200
+
+
+async def test_a_process_that_does_not_start_holds_up_nothing(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    async with rig(processes_max=2, command=(*COMMAND, str(held))) as opened, asyncio.TaskGroup() as group:
+        (ready,) = opened.processes()
+        held.touch()
+        first = await opened.occupy(group, f"until {tmp_path}/first")
+        second = group.create_task(opened.post("hello"))
+        await opened.stage.wait_for(Path(f"{held}.begun").exists)
+        (starting,) = (each for each in opened.processes() if each != ready)
+        starting.kill()
+        await opened.stage.wait_for(lambda: opened.processes() == [ready])
+        (tmp_path / "first").touch()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
 
 
 async def test_a_deadline_ends_what_hangs() -> None:

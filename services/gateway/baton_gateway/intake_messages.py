@@ -23,6 +23,8 @@ from baton_gateway.tokenise import ModelFacts
 from baton_gateway.workers import Model
 
 LENGTH_BYTES: Final = 4
+MODELS_MAX: Final = 8
+"""Number of models whose tokenizers an intake process keeps."""
 LARGE_BYTES: Final = 256 << 10
 """Length from which a body is large: it goes to a process for large ones, which drops it when all is done."""
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final, Protocol, TypeVar
 from zlib import crc32
@@ -17,13 +18,14 @@ from zlib import crc32
 import msgspec
 
 from baton.clock import Clock
-from baton.errors import Overloaded, Unavailable
+from baton.errors import BatonError, Overloaded, Unavailable
 from baton_gateway.byte_shares import ByteShares
 from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_messages import (
     LARGE_BYTES,
     LENGTH_BYTES,
+    MODELS_MAX,
     Convert,
     DropBody,
     EnvelopeRead,
@@ -43,6 +45,8 @@ from baton_gateway.intake_messages import (
 from baton_gateway.responses.bodies import Envelope, ResponseContext, read_envelope
 from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 from baton_gateway.workers import Model
+
+log = logging.getLogger(__name__)
 
 BEGINNING_BYTES: Final = 1024
 """Length of a body's beginning. Bodies that come here are longer, and a conversation's next one begins alike."""
@@ -136,11 +140,15 @@ class LocalWorker:
 class _Processes:
     """Processes for bodies of one kind of length, with a bounded queue before them."""
 
-    def __init__(self, processes_max: int, waiting_bytes_max: int, niceness: int) -> None:
-        self.niceness = niceness
+    def __init__(self, processes_max: int, waiting_bytes_max: int, command: tuple[str, ...], niceness: int) -> None:
+        self._command = command
+        self._niceness = niceness
         self._turns = asyncio.Semaphore(processes_max)
         self.waiting = ByteShares(waiting_bytes_max)
-        self.idle: list[IntakeProcess] = []
+        self._idle: list[IntakeProcess] = []
+        self.lent: set[IntakeProcess] = set()
+        self._freed = asyncio.Event()
+        self._starting: asyncio.Task[None] | None = None
 
     async def wait_turn(self, tenant: str, size_bytes: int) -> None:
         if self._turns.locked() and not self.waiting.fits(tenant, size_bytes):
@@ -151,20 +159,67 @@ class _Processes:
         finally:
             self.waiting.take(tenant, -size_bytes)
 
-    def take_idle(self, beginning: int) -> IntakeProcess | None:
+    async def take(self, beginning: int, models: Mapping[str, str]) -> IntakeProcess:
+        """Take a process, in the caller's turn.
+
+        If none is idle, one more is started, and whichever is ready first is taken: a start takes seconds, most bodies
+        take milliseconds. If none is at work either, the new one is taken at once. `models`: path → digest of what it
+        loads before.
+        """
+        try:
+            while (process := self._take_idle(beginning)) is None:
+                if not any(each.is_warm for each in self.lent):
+                    process = IntakeProcess(self._command, self._niceness)
+                    break
+                if self._starting is None or self._starting.done():
+                    self._starting = asyncio.create_task(self._start(models))
+                self._freed.clear()
+                await self._freed.wait()
+        except BaseException:
+            self._turns.release()
+            raise
+        process.note_beginning(beginning)
+        self.lent.add(process)
+        return process
+
+    def _take_idle(self, beginning: int) -> IntakeProcess | None:
         """Take the idle process that knows most of a body's tokens: the one that read the conversation's last turn."""
-        idle = self.idle = [process for process in self.idle if process.is_alive]
+        idle = self._idle = [process for process in self._idle if process.is_alive]
         chosen = next((process for process in idle if beginning in process.beginnings), idle[-1] if idle else None)
         if chosen is not None:
             idle.remove(chosen)
         return chosen
 
+    async def _start(self, models: Mapping[str, str]) -> None:
+        process = IntakeProcess(self._command, self._niceness)
+        try:
+            for path, digest in models.items():
+                await process.load(path, digest)
+        except BatonError as error:
+            log.warning("one more process that reads prompts did not start: %s", error)
+            process.end()
+        except BaseException:
+            await process.kill()
+            raise
+        else:
+            self._idle.append(process)
+            self._freed.set()
+
     def take_back(self, process: IntakeProcess) -> None:
+        self.lent.discard(process)
         if process.is_alive:
-            self.idle.append(process)
+            self._idle.append(process)
         else:
             process.end()
         self._turns.release()
+        self._freed.set()
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        for process in [*self._idle, *self.lent]:
+            await process.kill()
 
 
 class ProcessPool:
@@ -182,15 +237,20 @@ class ProcessPool:
         command: tuple[str, ...] = (sys.executable, "-m", "baton_gateway.intake_process"),
     ) -> None:
         self._clock = clock
-        self._command = command
-        self._processes = _Processes(processes_max, waiting_bytes_max, NICENESS)
-        self._large_processes = _Processes(max(1, processes_max - 1), waiting_bytes_max, LARGE_NICENESS)
-        self.lent: set[IntakeProcess] = set()
+        self._processes = _Processes(processes_max, waiting_bytes_max, command, NICENESS)
+        self._large_processes = _Processes(max(1, processes_max - 1), waiting_bytes_max, command, LARGE_NICENESS)
+        self._models: dict[str, str] = {}
+        """Path → digest of the models that were loaded last."""
         self._recovering: set[asyncio.Task[None]] = set()
 
     async def load(self, path: str, digest: str) -> ModelFacts:
         async with self.lend(b"", None) as process:
-            return await process.load(path, digest)
+            facts = await process.load(path, digest)
+        self._models.pop(path, None)
+        self._models[path] = digest
+        if len(self._models) > MODELS_MAX:
+            del self._models[next(iter(self._models))]
+        return facts
 
     @asynccontextmanager
     async def lend(
@@ -199,10 +259,7 @@ class ProcessPool:
         is_large = len(body) >= LARGE_BYTES
         processes = self._large_processes if is_large else self._processes
         await processes.wait_turn(tenant, len(body))
-        beginning = crc32(body[:BEGINNING_BYTES])
-        process = processes.take_idle(beginning) or IntakeProcess(self._command, processes.niceness)
-        process.note_beginning(beginning)
-        self.lent.add(process)
+        process = await processes.take(crc32(body[:BEGINNING_BYTES]), self._models)
         try:
             yield process
         finally:
@@ -212,7 +269,7 @@ class ProcessPool:
                 self._recovering.add(task)
                 task.add_done_callback(self._recovering.discard)
             else:
-                self._take_back(process, processes)
+                processes.take_back(process)
 
     async def _recover(self, process: IntakeProcess, processes: _Processes, until_s: float | None) -> None:
         """Wait until a process has finished its work and dropped the body; kill it if that takes too long."""
@@ -225,11 +282,12 @@ class ProcessPool:
         except TimeoutError:
             await process.kill()
         finally:
-            self._take_back(process, processes)
+            processes.take_back(process)
 
-    def _take_back(self, process: IntakeProcess, processes: _Processes) -> None:
-        self.lent.discard(process)
-        processes.take_back(process)
+    @property
+    def lent(self) -> int:
+        """Number of processes that are lent."""
+        return len(self._processes.lent) + len(self._large_processes.lent)
 
     @property
     def waiting_bytes(self) -> int:
@@ -237,8 +295,8 @@ class ProcessPool:
         return self._processes.waiting.held_bytes + self._large_processes.waiting.held_bytes
 
     async def close(self) -> None:
-        for process in [*self._processes.idle, *self._large_processes.idle, *self.lent]:
-            await process.kill()
+        await self._processes.close()
+        await self._large_processes.close()
         await asyncio.gather(*self._recovering)
 
 
@@ -252,6 +310,7 @@ class IntakeProcess:
         self._exchange: asyncio.Task[Reply] | None = None
         self._is_broken = False
         self._prompts = 0
+        self._has_loaded = False
         self.holds_body = False
         """Whether a body was parsed, and neither planned nor converted."""
         self.beginnings: dict[int, None] = {}
@@ -273,6 +332,11 @@ class IntakeProcess:
         if self._is_broken or process is None or process.stdout is None:
             return False
         return process.returncode is None and not process.stdout.at_eof()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it has loaded a model, and is alive."""
+        return self._has_loaded and self.is_alive
 
     async def load(self, path: str, digest: str) -> ModelFacts:
         return await self._ask(ModelFacts, LoadModel(path, digest))
@@ -318,6 +382,7 @@ class IntakeProcess:
                 await self._write(body)
             reply = decode_reply(await self._read())
             self.holds_body = isinstance(reply, Parsed)
+            self._has_loaded = self._has_loaded or isinstance(reply, ModelFacts | Plan | Converted)
             if isinstance(reply, Plan):
                 prompts = [decode_prompt(await self._read()) for _ in range(self._prompts)]
                 reply = msgspec.structs.replace(reply, prompts=tuple(prompts))

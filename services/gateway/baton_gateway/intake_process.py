@@ -25,6 +25,7 @@ from baton_gateway.intake import Intake, Parsed, Plan
 from baton_gateway.intake_messages import (
     LARGE_BYTES,
     LENGTH_BYTES,
+    MODELS_MAX,
     BodyDropped,
     Convert,
     DropBody,
@@ -46,9 +47,6 @@ from baton_gateway.responses.bodies import read_envelope
 from baton_gateway.tokenise import ModelTokenizer, load_to_stay
 
 log = logging.getLogger(__name__)
-
-MODELS_MAX: Final = 8
-"""Number of models whose tokenizers are kept."""
 
 TRIMMED_BYTES: Final = 1 << 20
 """Length of a body after which the allocator gives free memory back: of one of 8 MiB, 850 MiB would stay."""

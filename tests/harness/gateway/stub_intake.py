@@ -1,6 +1,8 @@
 """An intake process whose model loads at once, for tests of the processes. The prompt selects the behaviour.
 
-    python -m tests.harness.gateway.stub_intake
+    python -m tests.harness.gateway.stub_intake [PATH]
+
+While PATH exists no model loads; one that would makes the file `PATH.begun`.
 
 A prompt that begins with `hang` is never tokenised, one with `exit` ends the process, one with `until PATH` makes
 the file `PATH.begun` and waits for PATH. All others are `TOKENS`.
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -46,13 +48,24 @@ class StubTokenizer(ModelTokenizer):
             case ["exit", *_]:
                 os._exit(3)
             case ["until", path, *_]:
-                Path(f"{path}.begun").touch()
-                while not Path(path).exists():
-                    time.sleep(0.01)
+                wait_until(Path(path).exists, Path(f"{path}.begun"))
             case _:
                 pass
         return pack_tokens(TOKENS)
 
 
+def wait_until(condition: Callable[[], bool], begun: Path) -> None:
+    begun.touch()
+    while not condition():
+        time.sleep(0.01)
+
+
+def load(path: str) -> StubTokenizer:
+    held = Path(next(iter(sys.argv[1:]), "/no-such-file"))
+    if held.exists():
+        wait_until(lambda: not held.exists(), Path(f"{held}.begun"))
+    return StubTokenizer(path)
+
+
 if __name__ == "__main__":
-    main(StubTokenizer)
+    main(load)
