@@ -232,6 +232,8 @@ def test_a_long_context_is_bounded_on_a_cpu_only() -> None:
 
 def test_workers_share_the_machine() -> None:
     assert worker_threads("cpu", cores=16, workers=2) == {"OMP_NUM_THREADS": "8"}
+    assert worker_threads("cpu", cores=16, workers=1) == {"OMP_NUM_THREADS": "15"}, "one core serves"
+    assert worker_threads("cpu", cores=1, workers=1) == {"OMP_NUM_THREADS": "1"}
     assert worker_threads("cpu", cores=1, workers=2) == {"OMP_NUM_THREADS": "1"}
     assert worker_threads("cuda", cores=16, workers=2) == {}
     shares = engine_defaults("vllm", device="cuda", tiny=False, workers_per_gpu=2)
