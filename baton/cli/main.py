@@ -103,8 +103,25 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         pythons={"vllm": parsed.vllm_python.absolute(), "sglang": parsed.sglang_python.absolute()},
         folder=parsed.folder.absolute(),
     )
-    up(deployment, environ, lambda text: print(f"baton: {text}", flush=True))
+    up(deployment, environ, _tell)
     return 0
+
+
+def _tell(text: str) -> None:
+    """Print a line of `baton up`, which must supervise and end its deployment whether or not this is possible."""
+    try:
+        print(f"baton: {text}", flush=True)
+    except BrokenPipeError:
+        _discard_output()
+    except OSError:
+        pass  # A full disk, for example: it may have room for the next line.
+
+
+def _discard_output() -> None:
+    """Discard the output from now on: its reader has ended, and Python writes what it has buffered before it exits."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
 
 
 def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:

@@ -40,6 +40,7 @@ from baton.processes.probes import http_status
 from baton.stop import EXIT_MISCONFIGURED
 
 Tell = Callable[[str], None]
+"""Shows the user a message; never raises, as the deployment lives on without its output."""
 
 NVIDIA_DRIVER: Final = Path("/dev/nvidiactl")
 READY_TIMEOUT_S: Final = 120.0
@@ -136,15 +137,15 @@ class _Launch:
 
     def _on_end_signal(self, end_wanted: asyncio.Event) -> None:
         if end_wanted.is_set():
-            self._tell("ending at once")
             for child in (*self._services, *self._servers):
                 child.kill()
+            self._tell("ending at once")
         else:
+            end_wanted.set()
             self._tell(
                 f"ending: the gateway finishes what streams ({self._deployment.drain_s} s at most), then workers, "
                 "scheduler and index, then the servers (once more: all at once)"
             )
-            end_wanted.set()
 
     async def _end(self) -> None:
         """End in the order of a request's path: the gateway finishes its streams while all it needs is there."""
@@ -233,16 +234,21 @@ class _Launch:
         deployment = self._deployment
         workers = f"{deployment.counts[Role.PREFILL]} prefill and {deployment.counts[Role.DECODE]} decode"
         engines = " → ".join(deployment.started_engines)
-        self._tell(f"ready: {deployment.address}/v1 serves {deployment.model_name} ({workers}, {engines})")
         key = ' -H "Authorization: Bearer $API_KEY"' if deployment.api_key else ""
-        print(READY_TEXT.format(address=deployment.address, model=deployment.model_name, key=key))
-        print(f"  Where an answer's time went:  make trace PORT={deployment.port} ID=chatcmpl-…")
+        lines = [
+            f"ready: {deployment.address}/v1 serves {deployment.model_name} ({workers}, {engines})",
+            READY_TEXT.format(address=deployment.address, model=deployment.model_name, key=key),
+            f"  Where an answer's time went:  make trace PORT={deployment.port} ID=chatcmpl-…",
+        ]
         if "simulated" in deployment.started_engines:
-            print("  The engine is simulated: its text is noise. A real one:  make up")
+            lines.append("  The engine is simulated: its text is noise. A real one:  make up")
         elif deployment.tiny:
-            print("  The model is tiny, with random weights made here: its text is noise. A real one, a folder or a")
-            print("  hub id:  make up MODEL=Qwen/Qwen3-0.6B")
-        print(f"  Logs: {deployment.logs_folder}   Ctrl-C ends everything.", flush=True)
+            lines.append(
+                "  The model is tiny, with random weights made here: its text is noise. A real one, a folder or a\n"
+                "  hub id:  make up MODEL=Qwen/Qwen3-0.6B"
+            )
+        lines.append(f"  Logs: {deployment.logs_folder}   Ctrl-C ends everything.")
+        self._tell("\n".join(lines))
 
 
 def _start_failed(child: Child, status: int | None) -> BatonError:

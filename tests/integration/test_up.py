@@ -178,6 +178,31 @@ def test_kill_9_leaves_nothing_behind(folder: Path) -> None:
         assert_gone(children)
 
 
+def test_without_a_reader_of_its_output_it_restarts_workers_and_ends(folder: Path) -> None:
+    """The same as `make up | tee up.log` when Ctrl-C ends `tee` first."""
+    command = up_command(folder, free_port())
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        with process.stdout as output:
+            assert any(b"Ctrl-C ends everything" in line for line in output), "it ended before it was ready"
+        launcher = psutil.Process(process.pid)
+        worker = next(child for child in launcher.children() if "decode-0" in child.cmdline())
+        worker.kill()
+        give_up_at_s = time.monotonic() + HANG_S
+        while not any("decode-0" in child.cmdline() for child in launcher.children() if child != worker):
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < give_up_at_s, "the worker is not started again"
+            time.sleep(0.05)
+        children = launcher.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANG_S) == 0
+        assert_gone(children)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_with_its_parent_killed_it_ends_itself(folder: Path) -> None:
     """The same as `make up` when `make` is killed."""
     with launched(folder, "--die-with-parent", shell="wait") as launcher:
