@@ -153,6 +153,9 @@ class _Launch:
         others = [child for child in self._services if child.name != "gateway"]
         for children in (gateway, others, self._servers):
             await asyncio.gather(*(child.stop() for child in children))
+        # Commands that ask this deployment find it by these files. The lock of the run folder is still held.
+        for name in (NATS_URL_FILE, REDIS_URL_FILE):
+            (self._deployment.run_folder / name).unlink(missing_ok=True)
 
     # ------------------------------------------------------------ starting
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
 
+from baton.cli.asking import NATS_URL_FILE, REDIS_URL_FILE
 from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
 from tests.harness.launcher import Launcher, launched, up_command
@@ -136,6 +137,15 @@ def test_a_second_one_on_the_same_port_says_so(launcher: Launcher, folder: Path)
     )
 
 
+def test_a_second_one_in_the_same_folder_leaves_the_first_as_it_is(launcher: Launcher, folder: Path) -> None:
+    command = up_command(folder, launcher.port, "--host", "127.0.0.2")
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    run_folder = folder / ".run" / str(launcher.port)
+    assert answer.returncode == 2
+    assert f"another `baton up` uses {run_folder}" in answer.stderr
+    assert all((run_folder / name).exists() for name in (NATS_URL_FILE, REDIS_URL_FILE))
+
+
 def test_stored_keys_are_taken_until_ctrl_c_ends_everything(folder: Path) -> None:
     with launched(folder, "--stored-keys") as launcher:
         children = launcher.descendants()
@@ -155,6 +165,10 @@ def test_stored_keys_are_taken_until_ctrl_c_ends_everything(folder: Path) -> Non
         assert_gone(children)
         with closing(socket.create_server(("127.0.0.1", launcher.port))):
             pass
+        for question in (["index"], ["keys", "list"]):
+            command = (sys.executable, "-m", "baton.cli", *question, "--port", str(launcher.port))
+            asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=False)
+            assert f"no `baton up` runs in {folder / '.run' / str(launcher.port)}: name its port" in asked.stderr
 
 
 def test_ctrl_c_lets_a_short_answer_finish(folder: Path) -> None:
