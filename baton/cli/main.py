@@ -191,7 +191,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--disaggregation",
         **_optional([placement.value for placement in Disaggregation]),
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: auto; on GPUs never, unless --kv-path is staged",
+        "default: auto; on GPUs never, unless --kv-path is staged or ipc",
     )
     add(
         "--engine-options",
@@ -210,7 +210,8 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--kv-path",
         **_optional([path.value for path in KvPath]),
         help="how KV of hand-offs leaves an engine: direct, peers read its memory; staged, it is copied to host memory "
-        "first, as from a GPU (docs/gpu.md); default: auto, direct on a CPU; on GPUs KV is handed off with staged only",
+        "first, as from a GPU; ipc, GPUs of one host read each other (docs/gpu.md); default: auto, direct on a CPU; "
+        "on GPUs KV is handed off with staged or ipc only",
     )
     add(
         "--kv-file-bytes",
@@ -226,7 +227,11 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         metavar="NAME",
         help="how the model writes reasoning and tool calls, such as hermes; default: found by its chat template",
     )
-    add("--stored-keys", action="store_true", help="take the API keys that `baton keys create` makes, and no others")
+    add(
+        "--stored-keys",
+        action="store_true",
+        help="take the API keys that `baton keys create` makes, beside those in API_KEY",
+    )
     add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
     add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")
     for engine in ("vllm", "sglang"):

@@ -273,6 +273,10 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for flag in ("--host", "--port", "--prefill", "--decode", "--model", "--engine", "--device", "--nats-url"):
         assert flag in text
+    words = " ".join(text.split())
+    assert "--stored-keys take the API keys that `baton keys create` makes, beside those in API_KEY" in words
+    assert "on GPUs never, unless --kv-path is staged or ipc" in words
+    assert "on GPUs KV is handed off with staged or ipc only" in words
 
 
 def test_a_folder_that_cannot_be_made_is_named(
