@@ -19,9 +19,10 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -217,7 +218,9 @@ def _convert(value: object, field: _Field, source: str, *, strict: bool) -> obje
     try:
         converted: object = msgspec.convert(value, field.type, strict=strict, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{source} is malformed: {error}", param=field.name) from error
+        choices = ", ".join(_choices(field.bare))
+        hint = f"; choose one of {choices}" if choices else ""
+        raise ConfigurationError(f"{source} is malformed: {error}{hint}", param=field.name) from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigurationError(f"{source} is malformed: it must be a finite number", param=field.name)
     return converted
@@ -261,12 +264,14 @@ def _kind(bare: object) -> str:
         return "JSON"
     if origin in (tuple, list):
         return "A,B,..."
-    if isinstance(origin, type):
-        members: Sequence[object] = list(getattr(origin, "__members__", {}).values())
-        names = [str(getattr(member, "value", member)) for member in members]
-        return (
-            "|".join(names)
-            if names
-            else {"str": "TEXT", "int": "N", "float": "X", "Path": "PATH"}.get(origin.__name__, "VALUE")
-        )
-    return "|".join(str(choice) for choice in get_args(bare)) or "VALUE"
+    if choices := _choices(bare):
+        return "|".join(choices)
+    name = origin.__name__ if isinstance(origin, type) else ""
+    return {"str": "TEXT", "int": "N", "float": "X", "Path": "PATH"}.get(name, "VALUE")
+
+
+def _choices(bare: object) -> list[str]:
+    """Return the possible values of an enum or a `Literal`; none of other types."""
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        return [str(member.value) for member in bare]
+    return [str(choice) for choice in get_args(bare)] if get_origin(bare) is Literal else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -24,6 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: Annotated[float, msgspec.Meta(description="Time between heartbeats.", gt=0)] = 0.25
     verbose: Annotated[bool, msgspec.Meta(description="Log everything.")] = False
     engine: Annotated[Engine, msgspec.Meta(description="Which engine.")] = Engine.VLLM
+    device: Annotated[Literal["auto", "cpu"], msgspec.Meta(description="Where it runs.")] = "auto"
     model: Annotated[Path | None, msgspec.Meta(description="Folder of the model.")] = None
     seed: Annotated[int | None, msgspec.Meta(description="Seed.")] = None
     engine_options: Annotated[dict[str, object], msgspec.Meta(description="Passed on.")] = {}
@@ -119,7 +120,8 @@ def test_an_empty_variable_is_not_set() -> None:
         (["--port", "1.5"], {}, "--port is malformed"),
         (["--no-port"], {}, "port"),
         (["--verbose=maybe"], {}, "--verbose is malformed"),
-        (["--engine", "sglang"], {}, "--engine is malformed"),
+        (["--engine", "sglang"], {}, "--engine is malformed: Invalid enum value 'sglang'; choose one of vllm,"),
+        (["--device", "gpu"], {}, "--device is malformed: Invalid enum value 'gpu'; choose one of auto, cpu"),
         (["--heartbeat-interval-s", "nan"], {}, "--heartbeat-interval-s is malformed"),
         (["--heartbeat-interval-s", "inf"], {}, "--heartbeat-interval-s is malformed"),
         (["--heartbeat-interval-s", "0"], {}, "--heartbeat-interval-s is malformed"),

@@ -381,6 +381,8 @@ def test_the_flags_of_a_key_become_its_rights() -> None:
     for wrong in ({"allow": "fly"}, {"weight": "0"}, {"tokens_per_minute": "-1"}, {"priority": "8"}):
         with pytest.raises(InvalidRequest):
             rights_of(wrong)
+    with pytest.raises(InvalidRequest, match=r"'fly'.*choose permissions from share-prefix-cache, set-tenant, "):
+        rights_of({"allow": "fly"})
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "ü", "x" * 65])

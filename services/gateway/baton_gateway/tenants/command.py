@@ -108,7 +108,8 @@ def rights_of(flags: Mapping[str, str | None]) -> Tenant:
     try:
         return msgspec.convert(given, Tenant, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the key's rights are malformed: {error}") from error
+        hint = f"; choose permissions from {', '.join(Permission)}" if "$.permissions" in str(error) else ""
+        raise InvalidRequest(f"the key's rights are malformed: {error}{hint}") from error
 
 
 def _parts(text: str | None) -> list[str]:
