@@ -253,7 +253,7 @@ def _help(service: str, prefix: str, fields: Iterable[_Field]) -> str:
         facts = ", ".join(
             fact for fact in (field.unit, "required" if field.required else f"default: {field.default}") if fact
         )
-        shown = field.flag if field.bare is bool else f"{field.flag} {_kind(field.bare)}"
+        shown = f"--[no-]{field.flag[2:]}" if field.bare is bool else f"{field.flag} {_kind(field.bare)}"
         parts.append(entry(shown, f"{field.description} ({facts})".strip()))
     return "".join(parts)
 

@@ -195,7 +195,7 @@ def test_help_lists_every_setting_with_default_and_unit(capsys: pytest.CaptureFi
         "--nats-url TEXT\n      Where the message bus is. (default: nats://127.0.0.1:4222)",
         "--port N\n",
         "Time between heartbeats. (seconds, default: 0.25)",
-        "--verbose\n",
+        "--[no-]verbose\n",
         "(default: false)",
         "--engine vllm|simulated\n",
         "--model PATH\n      Folder of the model. (default: none)",
