@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import msgspec
 
@@ -32,6 +32,9 @@ from baton.messages.workers import Role
 from baton.processes.child import die_with_parent
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
+EXIT_BROKEN_PIPE: Final = 128 + signal.SIGPIPE
+"""Status that a shell shows for a program that SIGPIPE has ended."""
+
 
 class _Choice(TypedDict):
     choices: Sequence[str]
@@ -41,7 +44,14 @@ class _Choice(TypedDict):
 
 def main() -> int:
     try:
-        return run(sys.argv[1:], os.environ)
+        try:
+            return run(sys.argv[1:], os.environ)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output has ended, as `head` does when it has seen enough.
+        _discard_output()
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         if error.filename is None:
             raise
