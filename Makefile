@@ -98,7 +98,7 @@ up: environment $(patsubst %,environment-%$(ON_CUDA),$(sort $(filter vllm sglang
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
-	  --kv-pool-bytes "$$KV_POOL_BYTES" --kv-path "$$KV_PATH" --kv-file-bytes "$$KV_FILE_BYTES" $(if $(KV_FOLDER),--kv-folder "$$KV_FOLDER") $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" --kv-path "$$KV_PATH" --kv-file-bytes "$$KV_FILE_BYTES" $(if $(KV_FOLDER),--kv-folder "$$KV_FOLDER") $(if $(filter-out 0 false no,$(STORED_KEYS)),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
 	  --sglang-python .venv-sglang$(ON_CUDA)/bin/python
 
 index: environment
