@@ -383,6 +383,9 @@ def test_the_flags_of_a_key_become_its_rights() -> None:
             rights_of(wrong)
     with pytest.raises(InvalidRequest, match=r"'fly'.*choose permissions from share-prefix-cache, set-tenant, "):
         rights_of({"allow": "fly"})
+    for name, flag in (("requests_per_minute", "--requests-per-minute"), ("tokens_per_minute", "--tokens-per-minute")):
+        with pytest.raises(InvalidRequest, match=f"{flag} is 0, .*: leave the flag out for no limit"):
+            rights_of({name: "0"})
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "ü", "x" * 65])

@@ -106,10 +106,16 @@ def rights_of(flags: Mapping[str, str | None]) -> Tenant:
     given["models"] = _parts(flags.get("models"))
     given["permissions"] = _parts(flags.get("allow"))
     try:
-        return msgspec.convert(given, Tenant, strict=False)
+        rights = msgspec.convert(given, Tenant, strict=False)
     except msgspec.ValidationError as error:
         hint = f"; choose permissions from {', '.join(Permission)}" if "$.permissions" in str(error) else ""
         raise InvalidRequest(f"the key's rights are malformed: {error}{hint}") from error
+    for name in ("requests_per_minute", "tokens_per_minute"):
+        # In a record 0 stands for no limit; a user who gives it means the opposite.
+        if name in given and not getattr(rights, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidRequest(f"{flag} is 0, which would let nothing pass: leave the flag out for no limit")
+    return rights
 
 
 def _parts(text: str | None) -> list[str]:
