@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("trace", help=f"{', '.join(NAMES)}, or a file: Mooncake's or the agents' JSON lines, Azure's CSV; also gzipped")
-    add("--workers", type=int, default=0, metavar="N", help="workers that serve aggregated; default: 8")
-    add("--prefill", type=int, default=0, metavar="N", help="prefill workers, with --decode and without --workers")
-    add("--decode", type=int, default=0, metavar="N", help="decode workers")
+    add("--workers", type=int, metavar="N", help="workers that serve aggregated; default: 8")
+    add("--prefill", type=int, metavar="N", help="prefill workers, with --decode and without --workers")
+    add("--decode", type=int, metavar="N", help="decode workers")
     add(
         "--policy",
         default="baton",
@@ -144,7 +144,7 @@ def parse_fleet(parsed: argparse.Namespace) -> Fleet:
     """Return the workers that the flags ask for. Raises ConfigurationError."""
     workers, prefill, decode = parsed.workers, parsed.prefill, parsed.decode
     for flag, count in (("--workers", workers), ("--prefill", prefill), ("--decode", decode)):
-        _check(flag, count, -1, WORKERS_MAX)
+        _check(flag, count, 0, WORKERS_MAX)
     if workers and (prefill or decode):
         raise ConfigurationError("--workers serve aggregated; without them, give --prefill and --decode")
     if bool(prefill) != bool(decode):
@@ -152,8 +152,8 @@ def parse_fleet(parsed: argparse.Namespace) -> Fleet:
     _check("--kv-pool-bytes", parsed.kv_pool_bytes, -1, KV_POOL_BYTES_MAX)
     return Fleet(
         aggregated=0 if prefill else workers or 8,
-        prefill=prefill,
-        decode=decode,
+        prefill=prefill or 0,
+        decode=decode or 0,
         kv_pool_bytes=parsed.kv_pool_bytes,
         kv_pool_policy=PolicyName(parsed.kv_pool_policy),
         kv_loans=parsed.kv_loans,
@@ -171,7 +171,8 @@ def parse_policies(text: str) -> list[str]:
 
 def _check(flag: str, value: float | None, above: float, most: float) -> None:
     if value is not None and not above < value <= most:
-        raise ConfigurationError(f"{flag} is {value:g}, which is not between {max(above, 0):g} and {most:g}")
+        least = above + 1 if isinstance(value, int) else above
+        raise ConfigurationError(f"{flag} is {value:g}, which is not between {least:g} and {most:g}")
 
 
 class Progress:
