@@ -273,6 +273,24 @@ async def test_headers(client: httpx.AsyncClient, header: tuple[str, str]) -> No
     assert error["param"] == header[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ("?starting_after=abc", "starting_after", "`starting_after`: input should be a valid integer"),
+        ("?starting_after=-2", "starting_after", "`starting_after`: input should be greater than or equal to -1"),
+        ("?stream=maybe", "stream", "`stream`: input should be a valid boolean"),
+        ("/input_items?limit=1000", "limit", "`limit`: input should be less than or equal to 100"),
+        ("/input_items?order=foo", "order", "`order`: input should be 'asc' or 'desc'"),
+    ],
+)
+async def test_query_parameters(client: httpx.AsyncClient, asked: str, param: str, said: str) -> None:
+    error = error_of(await client.get(f"/v1/responses/resp_x{asked}"), 400, "invalid_request")
+    assert error["param"] == param
+    assert error["message"].startswith(said)
+    assert "\n" not in error["message"]
+    assert ".py" not in error["message"]
+
+
 async def test_request_ids(client: httpx.AsyncClient) -> None:
     mine = await client.get("/health", headers={"x-request-id": "my-id.1"})
     assert mine.headers["x-request-id"] == "my-id.1"

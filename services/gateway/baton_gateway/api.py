@@ -403,4 +403,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: Exception) -> Response:
-        return error_response(InvalidRequest(str(error)[:1000]), request.scope)
+        assert isinstance(error, RequestValidationError)
+        first: dict[str, Any] = error.errors()[0]
+        param, said = str(first["loc"][-1]), str(first["msg"])
+        return error_response(InvalidRequest(f"`{param}`: {said[0].lower()}{said[1:]}", param=param), request.scope)
