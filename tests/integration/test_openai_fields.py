@@ -171,6 +171,42 @@ async def test_engine_parameters_under_vllms_name(stage: Stage, client: httpx.As
     assert task_of(stage).sampling.extensions == {"extra_args": {"a": 1}}
 
 
+FORCED: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": "required",
+}
+MESSAGE: dict[str, Any] = {**HI, "max_tokens": 5}
+RESPONSE: dict[str, Any] = {"model": MODEL, "input": "hi"}
+RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+MESSAGE_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {**HI, **FORCED}, "tool_choice"),
+        (CHAT, {**HI, **FORCED, "tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {**HI, "structured_outputs": {"regex": None, "choice": ["a"]}}, "structured_outputs.choice"),
+        (COMPLETIONS, {**TEXT, "response_format": {"type": "text"}, "regex": "a"}, "regex"),
+        ("/v1/responses", {**RESPONSE, "text": {"format": {**OBJECT, "name": "a"}}}, "text.format"),
+        ("/v1/responses", {**RESPONSE, "tools": [RESPONSE_TOOL], "tool_choice": "required"}, "tool_choice"),
+        ("/v1/messages", {**MESSAGE, "output_config": {"format": OBJECT}}, "output_config.format"),
+        ("/v1/messages", {**MESSAGE, "tools": [MESSAGE_TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)
+async def test_a_constraint_that_no_worker_enforces_is_named_as_it_was_sent(
+    stage: Stage, client: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    stage.workers["d1"].parameters = ()
+    beats = stage.gateway.workers.members.beats
+    await stage.wait_for(lambda: all(beat.parameters == () for beat in beats()))
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"].get("param", field)) == (400, field)
+    assert answer.json()["error"]["message"] == f"no worker of the model `{MODEL}` can enforce `{field}`"
+
+
 async def test_a_misspelt_field_gets_a_hint(client: httpx.AsyncClient) -> None:
     error = error_of(await client.post(CHAT, json={**HI, "temprature": 1}), 400, "invalid_request")
     assert error["param"] == "temprature"

@@ -46,6 +46,16 @@ def constraint_of(fields: Mapping[str, object]) -> Constraint | None:
     return found[0][1] if found else None
 
 
+def field_of(fields: Mapping[str, object]) -> str:
+    """Return the path of the field that states the one constraint that `constraint_of` has found."""
+    # Beside it there may be a `response_format` of `text`, which is the first of FIELDS.
+    name = [name for name in FIELDS if fields.get(name) is not None][-1]
+    if name != "structured_outputs":
+        return name
+    parts = cast("dict[str, object]", fields[name])
+    return next(f"{name}.{key}" for key, part in parts.items() if part not in (None, False))
+
+
 def json_constraint(schema: object, where: str) -> Constraint:
     """Return the constraint to JSON of this schema, which is an object or its text."""
     schema = _decoded(schema, where)

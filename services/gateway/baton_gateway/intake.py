@@ -19,6 +19,7 @@ from baton_gateway.parameters import (
     NEUTRAL,
     OutputOptions,
     asked_of,
+    constraint_field_of,
     constraint_of,
     extensions_of,
     limit_output,
@@ -57,6 +58,8 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     choices_per_prompt: int
     parameters: tuple[str, ...]
     """`Sampling.parameters`: those that not every engine takes."""
+    constraint_field: str = ""
+    """Path of the field that constrains the answer, which may be `tool_choice`; empty: none does."""
     own_template: bool = False
     """Whether the body has a chat template, which is a program."""
 
@@ -126,11 +129,17 @@ class Intake:
             )
         self._refuses_long = operation != "messages"
         if operation != "responses":
-            return self._parse(_PARSERS[operation](payload))
+            parsed = self._parse(_PARSERS[operation](payload))
+            if parsed.constraint_field == "response_format" and operation in ("messages", "count_tokens"):
+                parsed = msgspec.structs.replace(parsed, constraint_field="output_config.format")
+            return parsed
         assert context is not None, "a response has a context"
         request = self._request = ResponseRequest(payload, context)
         with request.naming():
-            return self._parse(request.chat())
+            parsed = self._parse(request.chat())
+        if field := parsed.constraint_field:
+            parsed = msgspec.structs.replace(parsed, constraint_field=request.name_of(field))
+        return parsed
 
     def drop(self) -> None:
         """Forget the body parsed last."""
@@ -141,16 +150,19 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
+        constraint_field = constraint_field_of(body) if constraint else ""
         if isinstance(body, ChatBody):
             body.check_constrained_tools(constraint)
             # The text depends on the model's format of calls.
-            if body.required_tools() or (constraint and body.active_tools()):
+            if (required := body.required_tools()) or (constraint and body.active_tools()):
+                constraint_field = "tool_choice" if required else constraint_field
                 constraint = Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text="")
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
             choices_per_prompt=body.n or 1,
             parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
+            constraint_field=constraint_field,
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 

@@ -151,6 +151,11 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     return constraints.constraint_of(body.model_extra or {})
 
 
+def constraint_field_of(body: GenerationBody) -> str:
+    """Return the path of the field that states the constraint; the body has one."""
+    return constraints.field_of(body.model_extra or {})
+
+
 def extensions_of(body: GenerationBody) -> dict[str, object]:
     """Return the parameters that Baton does not know, for the engine to judge."""
     extra = body.model_extra or {}

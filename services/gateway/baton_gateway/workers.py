@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from baton.errors import InvalidRequest, ModelNotFound
+from baton.messages.attempts import ConstraintKind
 from baton.messages.base import PARAMETER_CHARACTERS_MAX
 from baton.messages.workers import Heartbeat, Role
 from baton.node.membership import Workers
 from baton_gateway.bodies import NAMES
 from baton_gateway.fields import hint
+
+CONSTRAINT_PARAMETERS: Final = frozenset(kind.parameter for kind in ConstraintKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +65,10 @@ class WorkerTable:
             context_tokens_max=min(heartbeat.context_tokens_max for heartbeat in agreeing),
         )
 
-    def check_parameters(self, model: str, names: Iterable[str]) -> None:
+    def check_parameters(self, model: str, names: Iterable[str], constraint_field: str = "") -> None:
         """Raise InvalidRequest, naming one parameter, if no live decode worker of the model takes all of these.
 
+        `constraint_field`: the request's field that constrains the answer; its parameter is named otherwise.
         If none is live at the moment, the request waits for one, which then decides.
         """
         wanted = set(names)
@@ -71,6 +76,9 @@ class WorkerTable:
         lacking = [sorted(wanted.difference(beat.parameters)) for beat in decodes]
         if lacking and all(lacking):
             name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
+            if constraint_field and name in CONSTRAINT_PARAMETERS:
+                said = f"no worker of the model `{model}` can enforce `{constraint_field}`"
+                raise InvalidRequest(said, param=constraint_field)
             parameters = {name for beat in self.members.beats() for name in beat.parameters}
             # A part of a known field, such as `structured_outputs.json`, is spelt as it should be.
             meant = "" if name.partition(".")[0] in NAMES else hint(name, NAMES | parameters)

@@ -306,12 +306,13 @@ class ResponseRequest:
         try:
             yield
         except BatonError as error:
-            error.param = self._name(error.param) if error.param else None
-            error.detail = re.sub(r"`([^`]*)`", lambda found: f"`{self._name(found[1])}`", error.detail)
+            error.param = self.name_of(error.param) if error.param else None
+            error.detail = re.sub(r"`([^`]*)`", lambda found: f"`{self.name_of(found[1])}`", error.detail)
             error.args = (error.detail,)
             raise
 
-    def _name(self, path: str) -> str:
+    def name_of(self, path: str) -> str:
+        """Return the path that a chat's field has in this API."""
         for pattern, replacement in _NAMES:
             if found := pattern.match(path):
                 start = replacement and found.expand(replacement)
