@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
@@ -14,8 +15,12 @@ from redis.exceptions import RedisError
 from baton.clock import Clock
 from baton.errors import ConfigurationError, StoreUnavailable
 
+log = logging.getLogger(__name__)
+
 CONNECTIONS_MAX: Final = 32
 """Connections of one process; further commands wait for one, within their deadline."""
+
+RETRY_AFTER_S: Final = 1.0
 
 Answer = TypeVar("Answer")
 
@@ -42,14 +47,27 @@ class RedisConnection:
         """Makes commands. Await them by `answer` only."""
         self._clock = clock
         self._timeout_s = timeout_s
+        self._is_cause_logged = False
+        """Whether the log has why Redis does not serve, since it last did."""
 
-    async def answer(self, command: Awaitable[Answer]) -> Answer:
-        """Return the answer to a command of `client`. Raises StoreUnavailable."""
+    async def answer(self, command: Awaitable[Answer], *, said: str = "") -> Answer:
+        """Return the answer to a command of `client`. Raises StoreUnavailable.
+
+        `said`: the error's text where clients get it; the cause, which may name Redis's address, goes to the log.
+        """
         try:
             async with self._clock.timeout(self._timeout_s):
-                return await command
+                answer = await command
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error
+            cause = f"Redis does not serve: {str(error) or 'no answer in time'}"
+            if not said:
+                raise StoreUnavailable(cause) from error
+            if not self._is_cause_logged:
+                log.warning("%s", cause)
+            self._is_cause_logged = True
+            raise StoreUnavailable(said, retry_after_s=RETRY_AFTER_S) from error
+        self._is_cause_logged = False
+        return answer
 
     async def close(self) -> None:
         await self.client.aclose()

@@ -10,16 +10,22 @@ from typing import Any
 import httpx
 import pytest
 from baton_gateway.config import Settings
+from baton_gateway.idempotency_store import RedisAnswers
+from baton_gateway.responses.redis_store import RedisStore
 
+from baton.clock import SystemClock
 from baton.messages.attempts import Cancel, DecodeTask
+from baton.redis import connected
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.responses import with_store
-from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.gateway.stage import Stage, forward, open_stage
 from tests.harness.limits import HANG_S
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 HELLO = "Hello! And then it stops."
+
+NOWHERE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture
@@ -109,3 +115,31 @@ async def test_a_client_that_leaves_comes_back_to_its_answer(stage: Stage, clien
     assert "".join(texts) == HELLO
     assert started(stage) == 1
     assert not stage.workers["d1"].got(Cancel)
+
+
+async def test_clients_are_not_told_where_redis_is(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SystemClock()
+    async with connected(NOWHERE, clock=clock, timeout_s=HANG_S) as redis:
+        assert redis is not None
+        settings = Settings(port=0, api_keys=("one",), stored_keys=True, redis_url=NOWHERE)
+        store = RedisStore(redis, clock=clock, prefix="p", ttl_s=60.0, bytes_max=1 << 20)
+        stage = Stage(settings, redis=redis, store=store)
+        stage.answers = RedisAnswers(redis, prefix="p", ttl_s=60.0)
+        async with stage.standing(), stage.serving(), httpx.AsyncClient(base_url=stage.base_url) as client:
+            await stage.add("d1")
+            await forward(stage, "d1")
+            key = {"authorization": "Bearer one"}
+            path = "/v1/responses"
+            answers = [
+                await client.post(path, json=asked(path, store=True), headers=key),
+                await client.get(f"{path}/resp_x", headers=key),
+                await client.post(CHAT, json=asked(CHAT), headers=keyed()),
+                await client.get("/v1/models", headers={"authorization": "Bearer two"}),
+            ]
+    responses, keys = "the store of responses cannot be reached", "the store of idempotency keys cannot be reached"
+    said = [answer.json()["error"]["message"] for answer in answers]
+    assert said == [responses, responses, keys, "API keys cannot be checked now"]
+    assert [(answer.status_code, answer.headers.get("retry-after")) for answer in answers] == [(503, "1")] * 4
+    causes = [each.getMessage() for each in caplog.records if each.name == "baton.redis"]
+    assert len(causes) == 1, "one for all that fail in a row"
+    assert "127.0.0.1:1" in causes[0]

@@ -90,7 +90,8 @@ class RedisAnswers:
         await self._run(_RELEASE, name, claim)
 
     async def _run(self, script: str, name: str, *arguments: str | bytes | int) -> list[bytes]:
-        return await self._answer(self._redis.eval(script, 1, self._root + name, *arguments))
+        asked = self._redis.eval(script, 1, self._root + name, *arguments)
+        return await self._answer(asked, said="the store of idempotency keys cannot be reached")
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
-from baton_gateway.idempotency_store import MemoryAnswers
+from baton_gateway.idempotency_store import AnswerStore, MemoryAnswers
 from baton_gateway.intake_pool import IntakePool, LocalPool
 from baton_gateway.models import Models
 from baton_gateway.responses.store import ResponseStore
@@ -67,7 +67,7 @@ class Stage(Actors):
             redis=redis,
         )
         self.store = store
-        self.answers = MemoryAnswers(clock, ttl_s=60.0)
+        self.answers: AnswerStore = MemoryAnswers(clock, ttl_s=60.0)
         self.base_url = ""
 
     @asynccontextmanager

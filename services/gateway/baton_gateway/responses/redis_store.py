@@ -135,6 +135,7 @@ return cancelled
 """
 
 _KINDS: Final = ("response", "input", "events")
+_AWAY: Final = "the store of responses cannot be reached"
 
 
 class RedisStore:
@@ -195,7 +196,7 @@ class RedisStore:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.exists(self._key("response", key))
         pipeline.lrange(self._key("input", key), 0, -1)  # pyright: ignore[reportUnusedCoroutine]
-        exists, items = await self._answer(pipeline.execute())
+        exists, items = await self._answer(pipeline.execute(), said=_AWAY)
         return items if exists else None
 
     async def turn(self, key: Key) -> Turn | None:
@@ -227,7 +228,7 @@ class RedisStore:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.sadd(f"{self._root}cancel:{owner}", f"{key.tenant}/{key.response}")
         pipeline.expire(f"{self._root}cancel:{owner}", CANCEL_S)
-        await self._answer(pipeline.execute())
+        await self._answer(pipeline.execute(), said=_AWAY)
 
     async def renew(self, owner: str) -> list[Key]:
         keys = [f"{self._root}owner:{owner}", f"{self._root}cancel:{owner}"]
@@ -243,7 +244,7 @@ class RedisStore:
         return bool(await self._run(_APPEND, keys, key.response, self._now_s(), self._ttl_s, *arguments))
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: str | bytes | float) -> Any:
-        return await self._answer(self._redis.eval(script, len(keys), *keys, *arguments))
+        return await self._answer(self._redis.eval(script, len(keys), *keys, *arguments), said=_AWAY)
 
     def _keys(self, key: Key, owner: str = "") -> list[str]:
         of_tenant = [f"{self._root}{kind}:{key.tenant}" for kind in ("index", "sizes")]
