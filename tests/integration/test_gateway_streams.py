@@ -211,3 +211,26 @@ async def test_head_and_events_of_one_frame_are_one_write() -> None:
         writer.close()
     assert re.findall(rb'"text":"(\w*)"', got) == [b"o", b"k", b""], "an event for each token"
     assert struct.unpack_from("I", info, DATA_SEGMENTS_IN_AT) == (1,)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_no_chunks(stream: bool) -> None:
+    asked = json.dumps({"model": MODEL, "prompt": "hi", "stream": stream, "max_tokens": 500}).encode()
+    head = f"POST /v1/completions HTTP/%s\r\nhost: x\r\nconnection: %s\r\ncontent-length: {len(asked)}\r\n\r\n"
+    async with open_stage() as stage:
+        stage.say(TEXT)
+        received: list[tuple[bytes, bytes]] = []
+        for version, connection in (("1.0", "keep-alive"), ("1.1", "close")):
+            reader, writer = await asyncio.open_connection(*stage.base_url.removeprefix("http://").split(":"))
+            writer.write((head % (version, connection)).encode() + asked)
+            answer = await reader.read()
+            writer.close()
+            lines, _, body = answer.partition(b"\r\n\r\n")
+            received.append((lines.lower(), body))
+    (plain_head, plain), (chunked_head, chunked) = received
+    assert b"\r\nconnection: close" in plain_head
+    assert b"transfer-encoding" not in plain_head
+    assert (b"transfer-encoding: chunked" in chunked_head, b"content-length" in plain_head) == (stream, not stream)
+    if stream:
+        chunked = b"".join(re.split(rb"(?:^|\r\n)[0-9a-f]+\r\n", chunked)).removesuffix(b"\r\n")
+    assert shown(plain) == shown(chunked)

@@ -24,7 +24,7 @@ from baton_gateway.drain_state import DrainState
 from baton_gateway.openai_answers import error_body
 from baton_gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 from baton_gateway.service import Gateway
-from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_parts
+from baton_gateway.turn_writer import TurnTransport, TurnWriter, make_unchunked, write_parts
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ class Protocol(HttpToolsProtocol):
         extensions: dict[str, Any] = scope["extensions"]
         extensions[WRITE_EXTENSION] = partial(write_parts, self.cycle)
         self.cycle.on_response = partial(self._end_response, extensions)
+        if scope["http_version"] < "1.1":
+            make_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 log = logging.getLogger(__name__)
@@ -97,3 +98,16 @@ def write_parts(cycle: RequestResponseCycle, *parts: bytes) -> bool:
         if part:  # An empty one would end the body.
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
     return True
+
+
+def make_unchunked(cycle: RequestResponseCycle) -> None:
+    """Have a body of unknown length sent as it is: HTTP/1.0 has no chunks, and ends it with the connection."""
+    send = cycle.send
+
+    async def send_part(message: ASGISendEvent) -> None:
+        # uvicorn compares each part with the length that is left.
+        cycle.expected_content_length = len(message["body"]) if message["type"] == "http.response.body" else 0
+        await send(message)
+
+    cycle.chunked_encoding = False
+    cycle.send = send_part
