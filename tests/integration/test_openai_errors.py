@@ -117,6 +117,9 @@ async def connect(stage: Stage) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     return await asyncio.open_connection(host, int(port))
 
 
+CHUNKED = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+
+
 def head_of(content_bytes: int) -> bytes:
     return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {content_bytes}\r\n\r\n".encode()
 
@@ -145,12 +148,27 @@ async def exchange(stage: Stage, sent: bytes) -> tuple[int, bytes]:
         (b"\x00\x01 nonsense\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ", 408),
         (b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 70_000, 431),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 70_000 + b"\r\n\r\n", 431),
+        (CHUNKED + b"zz\r\n", 400),
     ],
 )
 async def test_heads_that_are_none(impatient: Stage, sent: bytes, status: int) -> None:
     answered, body = await exchange(impatient, sent)
     assert answered == status
     assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+async def test_a_malformed_body_leaves_the_answer_before_it_alone(stage: Stage) -> None:
+    stage.workers["d1"].script.stall_at = 1
+    asked = json.dumps({**HI, "stream": True}).encode()
+    reader, writer = await connect(stage)
+    writer.write(head_of(len(asked)) + asked)
+    answer = await reader.readuntil(b"}\n\n")
+    writer.write(CHUNKED + b"zz\r\n")
+    answer += await reader.read()
+    writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_a_connection_without_a_request_is_closed() -> None:

@@ -76,7 +76,7 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is None:
             self._head_bytes = 0
         elif self._head_bytes > HEAD_BYTES_MAX:
-            self._refuse("431 Request Header Fields Too Large", f"the headers exceed {HEAD_BYTES_MAX} bytes")
+            self._refuse_long_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -86,6 +86,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_awaiting_head()
+        # What has come may hold a part of the body, too.
+        if self._head_bytes > HEAD_BYTES_MAX and self._head_length_bytes() > HEAD_BYTES_MAX:
+            self._refuse_long_head()
+            raise ValueError("the head is too long")  # Ends the parsing.
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
@@ -144,9 +148,16 @@ class Protocol(HttpToolsProtocol):
     def _is_reading_body(self) -> bool:
         return self._is_answering() and self.cycle.more_body
 
+    def _head_length_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+
+    def _refuse_long_head(self) -> None:
+        self._refuse("431 Request Header Fields Too Large", f"the headers exceed {HEAD_BYTES_MAX} bytes")
+
     def _refuse(self, status: str, detail: str) -> None:
-        """Answer input that is no valid request, unless another answer is being sent; end the connection."""
-        if not self._is_answering():
+        """Answer input that is no valid request, unless another request is to be answered; end the connection."""
+        is_body = self._is_reading_body() and not (self.cycle.response_started or self.pipeline)
+        if is_body or not self._is_answering():
             body = to_json(error_body(InvalidRequest(detail)))
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
