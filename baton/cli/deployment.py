@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -403,6 +403,16 @@ def worker_programs(
         )
 
     return [program(name) for name in _worker_names(deployment)]
+
+
+def metrics_targets(programs: Iterable[Program]) -> str:
+    """Return the addresses at which these processes serve metrics, as Prometheus reads them (`file_sd_configs`)."""
+
+    def target(command: Sequence[str]) -> dict[str, object]:
+        port, module = command[command.index("--status-port") + 1], command[command.index("-m") + 1]
+        return {"targets": [f"{LOOPBACK}:{port}"], "labels": {"job": module.removeprefix("baton_")}}
+
+    return json.dumps([target(program.command) for program in programs], indent=2) + "\n"
 
 
 def role_of(worker: str) -> Role:

@@ -19,6 +19,7 @@ from baton.cli.deployment import (
     Deployment,
     check_deployment,
     gpu_shares,
+    metrics_targets,
     model_folder,
     resolve,
     role_of,
@@ -42,6 +43,7 @@ from baton.stop import EXIT_MISCONFIGURED
 Tell = Callable[[str], None]
 """Shows the user a message; never raises, as the deployment lives on without its output."""
 
+METRICS_TARGETS_FILE: Final = "metrics-targets.json"
 NVIDIA_DRIVER: Final = Path("/dev/nvidiactl")
 READY_TIMEOUT_S: Final = 120.0
 PROGRESS_INTERVAL_S: Final = 10.0
@@ -154,7 +156,7 @@ class _Launch:
         for children in (gateway, others, self._servers):
             await asyncio.gather(*(child.stop() for child in children))
         # Commands that ask this deployment find it by these files. The lock of the run folder is still held.
-        for name in (NATS_URL_FILE, REDIS_URL_FILE):
+        for name in (NATS_URL_FILE, REDIS_URL_FILE, METRICS_TARGETS_FILE):
             (self._deployment.run_folder / name).unlink(missing_ok=True)
 
     # ------------------------------------------------------------ starting
@@ -163,14 +165,15 @@ class _Launch:
         nats_url, redis_url = await self._start_servers()
         for name, url in ((NATS_URL_FILE, nats_url), (REDIS_URL_FILE, redis_url)):
             servers.write_private(self._deployment.run_folder / name, url)
-        await self._start_children(
-            self._services,
-            *service_programs(self._deployment, nats_url=nats_url, redis_url=redis_url, environ=self._environ),
-        )
-        self._tell("kvindex, scheduler and gateway run")
-        for program in worker_programs(
+        services = service_programs(self._deployment, nats_url=nats_url, redis_url=redis_url, environ=self._environ)
+        workers = worker_programs(
             self._deployment, model_path=self._model_path, nats_url=nats_url, environ=self._environ
-        ):
+        )
+        targets = self._deployment.run_folder / METRICS_TARGETS_FILE
+        targets.write_text(metrics_targets([*services, *workers]), encoding="utf-8")
+        await self._start_children(self._services, *services)
+        self._tell("kvindex, scheduler and gateway run")
+        for program in workers:
             await self._start_worker(program)
         await self._wait_until_serving()
         self._tell_ready()
@@ -250,6 +253,7 @@ class _Launch:
                 "  The model is tiny, with random weights made here: its text is noise. A real one, a folder or a\n"
                 "  hub id:  make up MODEL=Qwen/Qwen3-0.6B"
             )
+        lines.append(f"  Metrics of all processes, for Prometheus:  {deployment.run_folder / METRICS_TARGETS_FILE}")
         lines.append(f"  Logs: {deployment.logs_folder}   Ctrl-C ends everything.")
         self._tell("\n".join(lines))
 

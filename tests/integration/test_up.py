@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
@@ -19,6 +21,7 @@ from openai import AuthenticationError, OpenAI
 from baton.cli.asking import NATS_URL_FILE, REDIS_URL_FILE
 from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
+from baton.cli.up import METRICS_TARGETS_FILE
 from tests.harness.launcher import Launcher, launched, up_command
 from tests.harness.limits import HANG_S
 
@@ -117,6 +120,15 @@ def test_who_is_killed_often_starts_again_at_once(launcher: Launcher) -> None:
             victim.kill()
             launcher.wait_until(lambda output, backs=backs: output.count(" is back") > backs, "it came back")
     assert "starting it again in" not in launcher.output
+
+
+def test_each_process_serves_its_metrics_where_prometheus_is_told(launcher: Launcher, folder: Path) -> None:
+    targets = json.loads((folder / ".run" / str(launcher.port) / METRICS_TARGETS_FILE).read_text())
+    jobs = [target["labels"]["job"] for target in targets]
+    assert jobs == ["kvindex", "scheduler", "gateway", "prefill", "decode"]
+    for target in targets:
+        (address,) = target["targets"]
+        assert "process_start_time_seconds" in httpx.get(f"http://{address}/metrics").text
 
 
 def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:
