@@ -136,7 +136,22 @@ async def test_pages_of_origins_that_the_operator_allows() -> None:
         error_of(refused, 401, "invalid_api_key")
         assert refused.headers["access-control-allow-origin"] == mine["origin"]
         answer = await client.post(CHAT, json=HI, headers={**others, **key})
+        error_of(answer, 403, "permission_denied")
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1", "http://127.0.0.1:1"])
+async def test_a_page_of_another_origin_cannot_post_unasked(origin: str) -> None:
+    plain = {"origin": origin, "content-type": "text/plain"}
+    async with serving() as (stage, client):
+        error_of(await client.post(CHAT, json=HI, headers=plain), 403, "permission_denied")
+        refused = await client.post("/v1/messages", json={**HI, "max_tokens": 5}, headers=plain)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert not stage.scheduler.places
+        assert (await client.post(CHAT, json=HI, headers={**plain, "origin": stage.base_url})).status_code == 200
+    async with serving(cors_origins=("*",)) as (_, client):
+        answer = await client.post(CHAT, json=HI, headers=plain)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
 
 
 # ---------------------------------------------------------------- names of workers

@@ -206,8 +206,9 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
         drain_state=lambda: gateway.drain_state,
         on_response=gateway.figures.responded,
         new_id=gateway.ports.new_id,
+        origins=(origins := gateway.settings.cors_origins),
     )
-    if not (origins := gateway.settings.cors_origins):
+    if not origins:
         return guard
     return CORSMiddleware(
         guard, allow_origins=origins, allow_methods=CORS_METHODS, allow_headers=["*"], expose_headers=CORS_EXPOSED

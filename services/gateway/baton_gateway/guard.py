@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError, Unauthenticated
+from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton_gateway.answers import to_json
 from baton_gateway.anthropic import errors as anthropic
 from baton_gateway.bodies import REQUEST_NAME
@@ -38,8 +38,13 @@ class Guard:
         drain_state: Callable[[], DrainState],
         on_response: Callable[[str, int], None],
         new_id: Callable[[], str],
+        origins: Collection[str] = (),
     ) -> None:
-        """Wrap `app`. `on_response` is called with the path and the status of each response that begins."""
+        """Wrap `app`. `on_response` is called with the path and the status of each response that begins.
+
+        `origins`: other origins whose pages may send requests; `*` for all.
+        """
+        self._origins = frozenset(origins)
         self._new_id = new_id
         self._drain_state = drain_state
         self._app = app
@@ -82,6 +87,8 @@ class Guard:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._drain_state().check_takes()
+                if method == "POST" and (origin := headers.get("origin")) is not None:
+                    self._check_origin(origin, headers.get("host", ""))
                 access = state["access"] = await self._keyring.identify(headers)
                 if method == "POST":
                     await self._quotas.take_request(access, limit_headers)
@@ -94,6 +101,16 @@ class Guard:
                 await unexpected_response(scope)(scope, receive, send_with_id)
             elif not finished:
                 raise  # Part of the answer is sent: uvicorn cuts the connection, so that the client notices.
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        """Raise Forbidden for a page of another origin that is not allowed.
+
+        Browsers send a plain POST without asking first; they only keep the answer from the page.
+        """
+        own = origin.partition("://")[2].lower() == host.lower()
+        if not (own or origin in self._origins or "*" in self._origins):
+            said = f"pages of the origin `{origin[:200]}` may not call this server: `--cors-origins` does not name it"
+            raise Forbidden(said, param="Origin")
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
