@@ -17,7 +17,7 @@ from baton_gateway.config import Settings
 
 from baton.messages.attempts import Cancel, DecodeTask, PrefillTask
 from baton.messages.workers import Role
-from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.actors import MODEL, tiny_model
 from tests.harness.gateway.process import TEXT, actors, gateway, spawn, until_refused, wait_ready
 from tests.harness.limits import HANG_S
 from tests.harness.servers import start_nats
@@ -208,3 +208,13 @@ async def test_help_lists_the_settings() -> None:
     output, _ = await process.communicate()
     for flag in (b"--port", b"--nats-url", b"--deadline-s", b"--admission-wait-s", b"--api-keys"):
         assert flag in output
+
+
+async def test_a_tokenizer_loads_without_a_word_about_torch() -> None:
+    path, _ = tiny_model()
+    loads = f"from baton_gateway.tokenise import load_to_stay; load_to_stay({str(path)!r})"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", loads, stderr=asyncio.subprocess.PIPE, env=dict(os.environ)
+    )
+    _, errors = await process.communicate()
+    assert (process.returncode, errors) == (0, b"")

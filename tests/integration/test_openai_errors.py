@@ -158,6 +158,12 @@ async def test_heads_that_are_none(impatient: Stage, sent: bytes, status: int) -
     assert json.loads(body)["error"]["code"] == "invalid_request"
 
 
+async def test_malformed_requests_are_not_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    for sent in (b"nonsense\r\n\r\n", CHUNKED + b"zz\r\n"):
+        await exchange(stage, sent)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
 async def test_a_malformed_body_leaves_the_answer_before_it_alone(stage: Stage) -> None:
     stage.workers["d1"].script.stall_at = 1
     asked = json.dumps({**HI, "stream": True}).encode()

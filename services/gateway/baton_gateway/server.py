@@ -260,6 +260,11 @@ def _bind(settings: Settings, port: int, *, shared: bool, backlog: int | None) -
     return bound
 
 
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return whether a record of uvicorn's is logged: clients can send any number of malformed requests."""
+    return record.msg != "Invalid HTTP request received."
+
+
 def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Server:
     settings = gateway.settings
 
@@ -267,6 +272,7 @@ def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Serv
         writer = TurnWriter()
         head_read_s = settings.body_read_s
 
+    logging.getLogger("uvicorn.error").addFilter(_is_logged)
     config = uvicorn.Config(
         app,
         http=OurProtocol,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -178,7 +179,13 @@ def load_to_stay(path: str, answer_format: FormatName = FormatName.AUTO) -> Mode
     return tokenizer
 
 
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return whether a record of transformers' is logged: Baton takes only tokenizers from it, so it needs no torch."""
+    return "PyTorch was not found" not in str(record.msg)
+
+
 def _load(path: str) -> Any:
+    logging.getLogger("transformers").addFilter(_is_logged)
     # Imported here because the import takes seconds, and the gateway answers meanwhile.
     import transformers
 
