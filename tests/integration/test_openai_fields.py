@@ -265,8 +265,9 @@ async def test_conversions_of_models_that_are_not_served(client: httpx.AsyncClie
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/v1/embeddings", "embedding models come with several models later"), ("/v1/images/generations", "images"),
-        ("/v1/images/edits", "images"), ("/v1/audio/speech", "speech"), ("/v1/audio/transcriptions", "transcriptions"),
+        ("/v1/embeddings", "this server has no embeddings: it serves no embedding model"),
+        ("/v1/images/generations", "images"), ("/v1/images/edits", "images"), ("/v1/audio/speech", "speech"),
+        ("/v1/audio/transcriptions", "transcriptions"),
         ("/v1/videos", "videos"), ("/v1/moderations", "moderations"),
     ],
 )  # fmt: skip

@@ -71,7 +71,7 @@ SERVED: Final = (
     "/detokenize"
 )
 NOT_SERVED: Final = {
-    "/v1/embeddings": "embeddings; embedding models come with several models later",
+    "/v1/embeddings": "embeddings: it serves no embedding model",
     "/v1/images": "images",
     "/v1/audio": "audio: neither speech nor transcriptions nor translations",
     "/v1/videos": "videos",
