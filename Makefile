@@ -26,7 +26,7 @@ PYTHON         = python3
 export PORT HOST API_KEY GATEWAY_PROCESSES DRAIN_S PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
-BENCHMARKS := after-waits burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake worker
+BENCHMARKS := after-waits burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake vllm-serve worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -321,6 +321,9 @@ bench-peer-routing: environment
 bench-index-restart: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.index_restart
+
+bench-vllm-serve: environment-vllm
+	.venv-vllm/bin/python -m benchmarks.vllm_serve
 
 bench-interference bench-layout bench-overlap bench-staging: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*

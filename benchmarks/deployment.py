@@ -42,7 +42,7 @@ def deployment(folder: Path, flags: Sequence[str], settings: Mapping[str, str] |
         process = subprocess.Popen([*command, "--die-with-parent", *flags], stdout=log, stderr=log, env=environ)
     try:
         give_up_s = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(port):
+        while not is_ready(port):
             if process.poll() is not None or time.monotonic() > give_up_s:
                 raise SystemExit(f"the deployment did not start:\n{(folder / 'up.log').read_text()}")
             time.sleep(0.2)
@@ -53,8 +53,8 @@ def deployment(folder: Path, flags: Sequence[str], settings: Mapping[str, str] |
         process.wait()
 
 
-def _is_ready(port: int) -> bool:
+def is_ready(port: int, path: str = "/ready") -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
     except httpx.TransportError:
         return False
