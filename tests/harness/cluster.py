@@ -56,6 +56,11 @@ class Service:
         assert self.process is not None, f"{self.name} was not started"
         self.process.send_signal(number)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended by itself, with an error."""
+        return self.process is not None and (self.process.returncode or 0) > 0
+
     async def end(self, *, grace_s: float = HANG_S) -> int:
         """End the process as a supervisor would and return its exit status; its children must have ended too."""
         if self.process is None:
@@ -333,8 +338,10 @@ class Cluster:
             await self.bus.close()
         # Gateways first, so that no request is retried while workers leave.
         gateways = {name for name in self.services if name.startswith("gateway")}
+        failed = [name for name, service in self.services.items() if service.has_failed]
         for names in (gateways, self.services.keys() - gateways):
             await asyncio.gather(*(self.services[name].end() for name in names))
+        assert not failed, "\n".join(f"{name} has failed:\n{self.services[name].tail()}" for name in failed)
 
 
 @asynccontextmanager

@@ -121,6 +121,32 @@ async def test_what_is_noted_is_what_was_decided_whatever_changes_before_it_is_p
     assert scene.recorder.pack_next().considered == before.considered
 
 
+@pytest.mark.parametrize("gone", ["w0", "w2", "w3"])
+async def test_workers_that_leave_before_it_is_noted_are_recorded_as_they_were(scene: Scene, gone: str) -> None:
+    scene.note(scene.decide())
+    before = scene.recorder.pack_next()
+    # Its answer is sent first, and takes a turn of the event loop.
+    placement = scene.decide()
+    team = next(team for team in scene.serving.teams.values() if gone in team.rows)
+    team.remove(team.loads[team.rows[gone]])
+    scene.note(placement)
+    assert scene.recorder.pack_next().considered == before.considered
+
+
+async def test_a_fault_in_one_record_ends_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise IndexError(arguments)
+
+    monkeypatch.setattr("baton_scheduler.recorder.pack_leg", fail)
+    scene.note(scene.decide())
+    await scene.recorder.publish_noted()
+    assert (scene.recorder.published, scene.recorder.dropped) == (0, 1)
+    monkeypatch.undo()
+    scene.note(scene.decide())
+    await scene.recorder.publish_noted()
+    assert (scene.recorder.published, scene.recorder.dropped) == (1, 1)
+
+
 class Dearest(Policy):
     """Chooses the worker of the highest cost."""
 

@@ -99,6 +99,8 @@ class Room(msgspec.Struct, frozen=True, eq=False):
     team: Team
     rows: Rows
     """Which workers of the team."""
+    places: Mapping[str, int]
+    """Worker → its place in the team now: later, workers may have joined or left."""
     figures: Figures
     waiting_s: Vector
     pressure_s: Vector
@@ -227,7 +229,7 @@ class Prediction:
         shared_tokens = cached_tokens * figures.shared_share
         waiting_s = self._waiting_s(figures, role, shared_tokens)
         pressure_s = _pressure_s(figures, shared_tokens) if role is Role.DECODE else np.zeros(len(rows))
-        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens, tuple(stored))
+        return Room(team, rows, team.rows, figures, waiting_s, pressure_s, cached_tokens, tuple(stored))
 
     def compute(self, room: Room) -> Computing:
         figures, prompt_tokens = room.figures, self._prompt_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from math import inf
 from typing import Final
@@ -60,8 +60,6 @@ class NotedLeg(msgspec.Struct, frozen=True, eq=False):
     """One leg of a decision."""
 
     name: str
-    rows: Mapping[str, int]
-    """Worker → its place in the team at that time."""
     leg: Computing | Receiving
 
 
@@ -155,13 +153,17 @@ class Recorder:
         """Publish all that is noted."""
         while self._noted:
             for _ in range(min(BATCH, len(self._noted))):
-                decision = self.pack_next()
                 try:
+                    decision = self.pack_next()
                     await self._bus.publish(subjects.decisions(decision.request), decision)
                     self.published += 1
                 except BatonError as error:
                     self.dropped += 1
                     logger.debug("a decision was not recorded: %s", error)
+                except Exception:
+                    # The boundary of one record: without it, placements are as good.
+                    self.dropped += 1
+                    logger.exception("a decision could not be recorded")
             await self._clock.sleep(0)
 
     async def _keep(self) -> None:
@@ -191,15 +193,15 @@ class Recorder:
 
 def _legs(question: Question) -> Iterator[NotedLeg]:
     if question.whole is not None:
-        yield NotedLeg("aggregated", question.whole.team.rows, question.whole)
+        yield NotedLeg("aggregated", question.whole)
     for source, sink in question.pools:
-        yield NotedLeg("prefill", source.team.rows, source)
-        yield NotedLeg("decode", sink.team.rows, sink)
+        yield NotedLeg("prefill", source)
+        yield NotedLeg("decode", sink)
 
 
 def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
     """Return the workers of a leg with their terms: all of them, or the cheapest and in any case the chosen one."""
-    leg, names = noted.leg, tuple(noted.rows)
+    leg, names = noted.leg, tuple(noted.leg.places)
     columns = {"cost_s": leg.cost_s, **leg.terms(), "cached_tokens": leg.cached_tokens}
     if leg.promoted_tokens is not None:
         columns["promoted_tokens"] = leg.promoted_tokens
@@ -210,7 +212,7 @@ def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
         ranks = leg.cost_s.copy()
         for name in chosen:
             # The rows are in order.
-            index = np.searchsorted(rows, noted.rows.get(name, len(names)))
+            index = np.searchsorted(rows, leg.places.get(name, len(names)))
             if index < len(rows) and names[rows[index]] == name:
                 ranks[index] = -inf
         listed = np.argpartition(ranks, ROWS_MAX)[:ROWS_MAX]
