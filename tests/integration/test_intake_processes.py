@@ -166,6 +166,25 @@ async def test_a_process_that_does_not_start_holds_up_nothing(tmp_path: Path) ->
         assert [(await each).status_code for each in (first, second)] == [200, 200]
 
 
+async def test_no_more_processes_stay_than_are_wanted(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    async with rig(processes_max=2, command=(*COMMAND, str(held))) as opened, asyncio.TaskGroup() as group:
+        (ready,) = opened.processes()
+        held.touch()
+        first = await opened.occupy(group, "hang")
+        second = group.create_task(opened.post(f"until {tmp_path}/second"))
+        await opened.stage.wait_for(Path(f"{held}.begun").exists)
+        (starting,) = (each for each in opened.processes() if each != ready)
+        ready.kill()
+        assert (await first).status_code == 503
+        third = await opened.occupy(group, f"until {tmp_path}/third")
+        held.unlink()
+        await opened.stage.wait_for(lambda: not is_alive(starting))
+        for name, post in (("second", second), ("third", third)):
+            (tmp_path / name).touch()
+            assert (await post).status_code == 200
+
+
 async def test_a_deadline_ends_what_hangs() -> None:
     async with rig() as opened:
         (process,) = opened.processes()

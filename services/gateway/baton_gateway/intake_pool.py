@@ -143,6 +143,7 @@ class _Processes:
     def __init__(self, processes_max: int, waiting_bytes_max: int, command: tuple[str, ...], niceness: int) -> None:
         self._command = command
         self._niceness = niceness
+        self._processes_max = processes_max
         self._turns = asyncio.Semaphore(processes_max)
         self.waiting = ByteShares(waiting_bytes_max)
         self._idle: list[IntakeProcess] = []
@@ -202,8 +203,12 @@ class _Processes:
             await process.kill()
             raise
         else:
-            self._idle.append(process)
-            self._freed.set()
+            # Where others died meanwhile, bodies may have begun new ones.
+            if len(self._idle) + len(self.lent) < self._processes_max:
+                self._idle.append(process)
+                self._freed.set()
+            else:
+                process.end()
 
     def take_back(self, process: IntakeProcess) -> None:
         self.lent.discard(process)
