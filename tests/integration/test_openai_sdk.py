@@ -283,7 +283,7 @@ async def test_a_schema_of_64_levels_and_256_kib_reaches_the_worker(stage: Stage
 
 
 async def test_a_constraint_that_no_worker_enforces_is_refused(stage: Stage, client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"no worker .* `structured_outputs.grammar`"):
+    with pytest.raises(openai.BadRequestError, match=r"no worker .* can enforce `ebnf`"):
         await client.completions.create(model=MODEL, prompt="hi", extra_body={"ebnf": 'root ::= "a"'})
     assert not stage.scheduler.places
 

@@ -158,7 +158,7 @@ def test_a_source_that_was_given_up_is_told_when_it_is_back(
     start_peer: StartPeer, backend: str, fabric: Fabric
 ) -> None:
     """The stopped process is the source; its lease ends before its TTL."""
-    options = AgentOptions(secret="shared", backends=backends_of(backend), connect_timeout_s=0.3, **fabric)
+    options = replace(OPTIONS, backends=backends_of(backend), connect_timeout_s=0.3, **fabric)
     sink = Node(NativeAgent(options), gpu_library=fabric.get("gpu_library"))
     peer = start_peer(backend, 30.0)
     peer.lease()
@@ -205,7 +205,7 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(hasty: Node, start_peer: Star
 
 @pytest.mark.parametrize("way", ["tcp"])
 def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
-    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("direct", "shm", "tcp"))))
+    sink = Node(NativeAgent(replace(OPTIONS, backends=("direct", "shm", "tcp"))))
     peer = start_peer("direct,shm,tcp", 5.0, 1 << 20)  # Without files as large as a region or a ring.
     peer.lease(seed=1)
     pull(sink, peer.endpoint)
@@ -223,7 +223,7 @@ def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCa
 @pytest.mark.parametrize("way", ["shm"])
 def test_a_way_that_is_none_for_the_pool_is_not_fallen_back_from(start_peer: StartPeer) -> None:
     """The default backend `direct` needs memory of the agent's own, but engines have theirs."""
-    sink = Node(NativeAgent(AgentOptions(secret="shared")))
+    sink = Node(NativeAgent(OPTIONS))
     peer = start_peer(",".join(AgentOptions().backends))
     peer.lease(seed=1)
     pull(sink, peer.endpoint)
@@ -236,7 +236,7 @@ def test_a_way_that_is_none_for_the_pool_is_not_fallen_back_from(start_peer: Sta
 
 @pytest.mark.parametrize("way", ["tcp"])
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:
-    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm",))))
+    sink = Node(NativeAgent(replace(OPTIONS, backends=("shm",))))
     peer = start_peer("tcp")
     pull(sink, peer.endpoint)
     failed = sink.wait_end(KEY)
