@@ -53,7 +53,7 @@ def worker_threads(device: str, *, cores: int, workers: int) -> dict[str, str]:
     """Return how many threads each worker computes with, so that together they use the machine once.
 
     A single worker leaves a core to the other processes, as `vllm serve` does: its threads wait for each other several
-    times in a step, and where one of them has no core, all do nothing (`make bench-vllm-serve`).
+    times in a step, and where one of them has no core, all do nothing (docs/engines.md).
     """
     threads = cores // workers if workers > 1 else cores - 1
     return {"OMP_NUM_THREADS": str(max(1, threads))} if device == "cpu" else {}
