@@ -21,7 +21,7 @@ from baton.engines.engine import EngineRequest, Leg
 from baton.messages.base import pack_tokens
 from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
-from tests.contract.engine_suite import GREEDY, Answer, Pair, changed, collect, eventually
+from tests.harness.engine_pair import GREEDY, Answer, Pair, changed, collect, eventually
 
 PROMPT_TOKENS = 800
 LOAN_S = 30.0

@@ -18,8 +18,9 @@ from baton.messages.index import Tier
 from baton.transfer import AgentOptions, Cause, Corruption, NativeAgent, TransferAgent, TransferFaults
 from baton.transfer.memory import MemoryFabric
 from baton.worker.shadow import ShadowMap
-from tests.contract.engine_suite import GREEDY, Answer, EngineSuite, Pair, changed, collect, eventually, shadowed
+from tests.contract.engine_suite import EngineSuite
 from tests.contract.lending_suite import LendingSuite
+from tests.harness.engine_pair import GREEDY, Answer, Pair, changed, collect, eventually, shadowed
 from tests.harness.limits import HANG_S
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]

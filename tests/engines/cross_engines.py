@@ -24,7 +24,8 @@ from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
-from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
+from tests.contract.engine_suite import EngineSuite
+from tests.harness.engine_pair import Pair, Shadow, collect
 from tests.harness.fork_server import forked
 
 AGENT = {

@@ -7,7 +7,7 @@ from cross_engines import Engines
 from msgspec.structs import replace
 
 from baton.messages.attempts import FinishReason, Sampling
-from tests.contract.engine_suite import Pair
+from tests.harness.engine_pair import Pair
 from tests.harness.forced_calls import calls_in, forced
 
 TOKENS_MAX = 600

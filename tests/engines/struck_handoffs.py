@@ -15,7 +15,7 @@ from cross_engines import GREEDY, Engines, make_pair
 from baton.engines.engine import Engine, EngineRequest, Leg
 from baton.errors import BatonError
 from benchmarks.remote_engine.engine import RemoteEngine
-from tests.contract.engine_suite import Answer, Pair, collect, eventually
+from tests.harness.engine_pair import Answer, Pair, collect, eventually
 from tests.harness.limits import HANG_S
 
 BEGIN_TOKENS = 257

@@ -12,8 +12,8 @@ from cross_engines import Engines, make_pair
 from struck_handoffs import attempt, moving, struck
 
 from baton.engines.engine import Leg
-from tests.contract.engine_suite import GREEDY, Pair, changed, collect, eventually
 from tests.contract.lending_suite import PROMPT_TOKENS, borrow, borrowable_tokens, lend, prefilled_by_lender
+from tests.harness.engine_pair import GREEDY, Pair, changed, collect, eventually
 
 DEADLINE_S = 2.0
 SLACK_S = 1.0

@@ -35,7 +35,7 @@ from baton.errors import EngineFailed, InvalidRequest, ModelMismatch, TransferFa
 from baton.messages.attempts import Constraint, ConstraintKind, FinishReason, Sampling
 from baton.transfer import Corruption
 from benchmarks.remote_engine.engine import RemoteEngine
-from tests.contract.engine_suite import Pair, changed, collect, first_delta
+from tests.harness.engine_pair import Pair, changed, collect, first_delta
 from tests.harness.limits import HANG_S
 
 BFLOAT16_TOLERANCE = 0.25

@@ -16,7 +16,7 @@ from cross_engines import COMPACT, engines_fixture, named_pair
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
-from tests.contract.engine_suite import Pair, collect, first_delta
+from tests.harness.engine_pair import Pair, collect, first_delta
 
 TOKENS: Final = 8
 BESIDE: Final = Sampling(max_tokens=3000, temperature=0.0, ignore_eos=True)

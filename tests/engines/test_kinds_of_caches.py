@@ -9,7 +9,7 @@ from cross_engines import Engines, check_answers, engines_fixture, make_pair
 
 from baton.engines.engine import Leg
 from baton.errors import ConfigurationError, ModelMismatch
-from tests.contract.engine_suite import collect
+from tests.harness.engine_pair import collect
 
 HANDED_OFF = (
     # Latent rows (MLA), with experts; on every rank the same.

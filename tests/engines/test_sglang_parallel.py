@@ -12,7 +12,8 @@ from cross_engines import GREEDY, Engines, check_answers, engines_fixture, make_
 from baton.engines.engine import Leg
 from baton.errors import EngineFailed, TransferFailed
 from benchmarks.remote_engine.engine import RemoteEngine
-from tests.contract.engine_suite import EngineSuite, Pair, changed, collect, eventually, first_delta
+from tests.contract.engine_suite import EngineSuite
+from tests.harness.engine_pair import Pair, changed, collect, eventually, first_delta
 
 PAIRS = (
     "sglang-1-to-sglang-64x2",

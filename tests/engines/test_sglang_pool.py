@@ -22,8 +22,8 @@ from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
-from tests.contract.engine_suite import collect
 from tests.contract.lending_suite import check_borrowed
+from tests.harness.engine_pair import collect
 from tests.harness.limits import HANG_S
 
 PAGE_TOKENS = 32

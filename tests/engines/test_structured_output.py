@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
 from baton.messages.attempts import FinishReason, Sampling
-from tests.contract.engine_suite import Pair
+from tests.harness.engine_pair import Pair
 from tests.harness.gateway.samples import FAMILIES
 from tests.harness.schemas import schemas
 
