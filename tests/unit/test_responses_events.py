@@ -31,7 +31,7 @@ CALLS = st.lists(st.tuples(TEXT, st.just('{"a":1}')), max_size=2).map(
 PIECES = st.lists(
     st.builds(
         Piece, text=st.just("") | TEXT, tokens=st.integers(1, 3), logprobs=LOGPROBS, reasoning=st.just("") | TEXT,
-        calls=st.just(()) | CALLS,
+        calls=st.just(()) | CALLS, calls_at=st.integers(0, 4),
     ),
     max_size=12,
 )  # fmt: skip
@@ -63,12 +63,14 @@ def items_of(pieces: list[Piece]) -> list[tuple[str, str]]:
     """Return the kinds and texts of a response's items, by hand."""
     items: list[tuple[str, str]] = []
     for piece in pieces:
-        for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
-            if text and items and items[-1][0] == kind:
+        at = piece.calls_at if piece.calls else len(piece.text)
+        before, after = piece.text[:at], piece.text[at:]
+        called = [("function_call", call.name) for call in piece.calls]
+        for kind, text in (("reasoning", piece.reasoning), ("message", before), *called, ("message", after)):
+            if kind != "function_call" and text and items and items[-1][0] == kind:
                 items[-1] = (kind, items[-1][1] + text)
             elif text:
                 items.append((kind, text))
-        items += [("function_call", call.name) for call in piece.calls]
     return items
 
 
@@ -85,6 +87,16 @@ def test_the_events_make_the_response_whatever_the_pieces(pieces: list[Piece], e
     assert statuses <= {"completed"}, "only the last item may be cut"
     gathered = rebuilt(produce(pieces, ends=ends, groups=groups))
     assert gathered == response
+
+
+def test_text_after_a_call_is_a_message_after_it() -> None:
+    call = ToolCall(0, "call_f", "f", "{}")
+    logprob = LogprobEntry(Candidate(1, b"M", -1.0), ())
+    pieces = [Piece("Bef", 1), Piece("ore.M", 3, [logprob], calls=(call,), calls_at=4), Piece("iddle.", 1)]
+    output = rebuilt(produce(pieces))["output"]
+    said = [(item["type"], text_of(item)) for item in output]
+    assert said == [("message", "Before."), ("function_call", "f"), ("message", "Middle.")]
+    assert sum(len(item["content"][0]["logprobs"]) for item in output if item["type"] == "message") == 1
 
 
 @pytest.mark.parametrize(

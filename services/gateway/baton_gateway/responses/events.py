@@ -112,12 +112,16 @@ class ResponseEvents:
         if piece.reasoning:
             self._reasoning_tokens += self._unseen_tokens
             self._write("reasoning", piece.reasoning, (), events)
-        if piece.text:
-            self._write("message", piece.text, piece.logprobs, events)
+        at = piece.calls_at if piece.calls else len(piece.text)
+        before, after = piece.text[:at], piece.text[at:]
+        if before:
+            self._write("message", before, piece.logprobs, events)
         if piece.calls:
             events += self._close(Status.COMPLETED)
             for call in piece.calls:
                 events += self._call(call)
+        if after:
+            self._write("message", after, () if before else piece.logprobs, events)
         if piece.reasoning or piece.text or piece.calls:
             self._unseen_tokens = 0
         return events
@@ -268,7 +272,7 @@ def merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
             continue
         if joined is not None:
             yield joined
-        joined = Piece(piece.text, piece.tokens, list(piece.logprobs), reasoning=piece.reasoning, calls=piece.calls)
+        joined = msgspec.structs.replace(piece, logprobs=list(piece.logprobs))
     if joined is not None:
         yield joined
 
