@@ -56,6 +56,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pattern": 3}, "s.pattern"),
     ({"pattern": ""}, "s.pattern"),
     ({"pattern": "a", "maxLength": 4}, "s.maxLength"),
+    ({"pattern": "^(?!a)b"}, "s.pattern"),
+    ({"items": {"pattern": r"\\(?=a)"}}, "s.items.pattern"),
+    ({"pattern": "(?<=a)b"}, "s.pattern"),
+    ({"patternProperties": {"(?<!a)b": {}}}, "s.patternProperties"),
     ({"format": "date", "minLength": 4}, "s.minLength"),
     ({"anyOf": [{"minLength": 1}] * (BOUNDED_TEXTS_MAX + 1)}, "s.anyOf[0]"),
     ({"patternProperties": {"((a{99}){99}){99}": {}}}, "s.patternProperties"),
@@ -100,6 +104,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_path(schema: dict[str, Any]
         {"properties": {"not": {}, "$ref": {"type": "string"}, "type": {"type": "integer"}}},
         {"items": [{"type": "string"}], "additionalItems": False},
         {"type": "number", "minimum": 3, "maximum": 3, "exclusiveMinimum": 2},
+        {"pattern": r"(?:a|\(?=b)[(?!]"},
         {
             "$defs": {"a/b~c %": {"properties": {"n": {"$ref": "#/$defs/a~1b~0c%20%25"}}}},
             "$ref": "#/$defs/a~1b~0c%20%25",

@@ -2,7 +2,7 @@
 
 Engines ignore what they do not know, and then generate answers that the schema forbids: a misspelt type, a `$ref` that
 points nowhere, a keyword that no grammar enforces. Each is refused here, with its path. Patterns are bounded by the
-work that they can cause in an engine's step; their syntax is the engine's to judge.
+work that they can cause in an engine's step; the rest of their syntax is the engine's to judge.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ _TOKEN: Final = re.compile(
 """One token of a pattern: an escape, the beginning of a group, a class, a count, or a character."""
 _ANCHORS: Final = ("^", "$", "\\b", "\\B")
 """Tokens that match between characters."""
+_LOOKAROUNDS: Final = ("(?=", "(?!", "(?<=", "(?<!")
+"""Tokens that begin look-around: xgrammar 0.2 ignores look-ahead in a schema's patterns."""
 
 
 class _Below(NamedTuple):
@@ -279,13 +281,15 @@ def _member(container: object, name: str) -> object:
 
 
 def check_pattern(pattern: object, where: str | _Below) -> None:
-    """Raise InvalidRequest if `pattern` is no text or empty, or could hold an engine's step up."""
+    """Raise InvalidRequest if `pattern` is no text or empty, looks around, or could hold an engine's step up."""
     if not isinstance(pattern, str) or not pattern:
         raise _wrong(where, "is a regular expression, and not empty")
     if len(pattern) > PATTERN_CHARACTERS_MAX:
         raise _wrong(where, f"a regular expression has at most {PATTERN_CHARACTERS_MAX} characters")
     if "\0" in pattern:
         raise _wrong(where, "a regular expression has no NUL character")
+    if "(?" in pattern and any(found.group() in _LOOKAROUNDS for found in _TOKEN.finditer(pattern)):
+        raise _wrong(where, "no engine enforces look-ahead or look-behind")
     if _steps(pattern, where) > PATTERN_STEPS_MAX:
         raise _wrong(where, "repetitions within repetitions make this regular expression too large")
     if _is_crowded(pattern):
