@@ -120,9 +120,15 @@ def test_schemas_that_a_template_was_not_written_for_are_refused(
         render(f"{{% for t in tools or [] %}}{each}{{% endfor %}}{TOOLS_SHOWN}", tools=tools)
 
 
-def test_reasoning_in_the_history_reaches_the_template(render: Callable[..., str]) -> None:
-    messages = [USER, {"role": "assistant", "content": "4", "reasoning_content": "Hm."}]
-    assert "assistant:4Hm." in render(template("{{ m.reasoning_content }}"), messages=messages)
+@pytest.mark.parametrize("shown", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize(
+    "given", [{"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"reasoning_content": "No.", "reasoning": "Hm."}]
+)
+def test_reasoning_in_the_history_reaches_the_template(
+    render: Callable[..., str], given: dict[str, str], shown: str
+) -> None:
+    messages = [USER, {"role": "assistant", "content": "4", **given}]
+    assert "assistant:4Hm." in render(template(f"{{{{ m.{shown} }}}}"), messages=messages)
 
 
 def nested(levels: int) -> dict[str, Any]:

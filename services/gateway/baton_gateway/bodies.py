@@ -145,6 +145,8 @@ class ChatMessage(BaseModel):
     tool_calls: CalledTools | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """vLLM's name for `reasoning_content`."""
 
     def text(self) -> str:
         if isinstance(self.content, list):

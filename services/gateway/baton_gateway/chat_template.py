@@ -82,9 +82,13 @@ class ChatTemplate:
         """Return the message as templates expect it: a dictionary with plain text and a known role."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         plain: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text()}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id"):
             if (given := getattr(message, name)) is not None:
                 plain[name] = given
+        reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+        if reasoning is not None:
+            # As in vLLM, templates find it by both names.
+            plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if message.tool_calls:
             form, where = self._call_form, f"messages[{index}].tool_calls"
             if form is None:
