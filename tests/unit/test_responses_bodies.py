@@ -87,6 +87,20 @@ def test_the_parts_of_an_assistants_turn_become_one_message() -> None:
     assert (turn.reasoning_content, turn.text(), len(turn.tool_calls or [])) == ("hm", "I look.", 2)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": None, "reasoning": None, "tools": None, "tool_choice": None, "include": None, "metadata": None},
+        {"text": {"format": None, "verbosity": None}, "reasoning": {"effort": None, "summary": None}},
+        {"input": [{"type": "reasoning", "id": None, "summary": None, "content": None}, USER]},
+    ],
+)
+def test_null_stands_for_what_is_left_out(fields: dict[str, Any]) -> None:
+    said = [{"type": "reasoning"}, USER] if "input" in fields else "hi"
+    assert chat(**fields) == chat(input=said)
+    assert request(**fields).asked == request(input=said).asked
+
+
 def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
     tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "ab"]
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}]}

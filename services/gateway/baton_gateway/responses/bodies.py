@@ -94,7 +94,7 @@ class TextFormat(_Strict):
 
 
 class TextConfig(_Strict):
-    format: TextFormat = TextFormat(type="text")
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
     """Models cannot be told another one."""
 
@@ -145,7 +145,7 @@ class ResponsesBody(GenerationBody):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Changes nothing: it bounds built-in tools, and there are none."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    text: TextConfig = TextConfig()
+    text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
@@ -170,7 +170,7 @@ class ResponsesBody(GenerationBody):
         fields.pop("stream_options", None)
         fields["parallel_tool_calls"] = self.parallel_tool_calls
         fields["max_completion_tokens"] = self.max_output_tokens
-        fields["response_format"] = self.text.format.of_chats()
+        fields["response_format"] = self.text_format.of_chats()
         fields["reasoning_effort"] = self.reasoning and self.reasoning.effort
         fields |= {name: getattr(self, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
         if self.wants_logprobs:
@@ -183,6 +183,10 @@ class ResponsesBody(GenerationBody):
             choice = {"type": "function", "function": {"name": choice.name}}
         fields |= {"tools": [tool.of_chats() for tool in tools], "tool_choice": choice}
         return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def text_format(self) -> TextFormat:
+        return (self.text and self.text.format) or TextFormat(type="text")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -205,7 +209,7 @@ class ResponsesBody(GenerationBody):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": reasoning.model_dump(),
             "service_tier": "default",
-            "text": {"format": self.text.format.echo(), "verbosity": "medium"},
+            "text": {"format": self.text_format.echo(), "verbosity": "medium"},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.echo() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,

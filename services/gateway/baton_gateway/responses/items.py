@@ -115,18 +115,18 @@ class Reasoning(_Strict):
     type: Literal["reasoning"]
     id: Id | None = None
     content: Parts | None = None
-    summary: Parts = Field(default_factory=list[TextPart | RefusalPart])
+    summary: Parts | None = None
 
     def stored(self, new_id: str) -> dict[str, Any]:
         return {
             "type": "reasoning",
             "id": self.id or f"rs_{new_id}",
-            "summary": [{"type": "summary_text", "text": text} for text in _texts(self.summary)],
+            "summary": [{"type": "summary_text", "text": text} for text in _texts(self.summary or [])],
             "content": [{"type": "reasoning_text", "text": text} for text in _texts(self.content or [])],
         }
 
     def said(self) -> str:
-        return "\n".join(_texts(self.content or self.summary))
+        return "\n".join(_texts(self.content or self.summary or []))
 
 
 Item = Annotated[
