@@ -117,6 +117,7 @@ def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
         (b'{"store": 1}', "store"),
         (b'{"background": "x"}', "background"),
         (b'{"previous_response_id": 5}', "previous_response_id"),
+        (b'{"model":"m","input":"x","previous_response_id":""}', "previous_response_id"),
         (b'{"input": ' + b"[" * 5000 + b"]" * 5000 + b"}", None),
         (b'{"model":"m","input":"\xff"}', None),
         (b'{"model":"m","input":"\\ud800"}', None),
@@ -130,7 +131,7 @@ def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
         (b'{"model":"m","input":[{"type":"reasoning","content":[{"type":"image"}]}]}', "input[0].content"),
         (b'{"model":"m","input":[' + b"{}," * 65536 + b"{}]}", "input"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_bad_bodies_are_invalid_requests(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:

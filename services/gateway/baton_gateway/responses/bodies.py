@@ -138,7 +138,7 @@ class ResponsesBody(GenerationBody):
 
     input: Text | Items
     instructions: Text | None = None
-    previous_response_id: Short | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     background: bool | None = None
     store: bool | None = None
     max_output_tokens: TokenCount | None = None
