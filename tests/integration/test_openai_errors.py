@@ -67,6 +67,10 @@ async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
     refused = await client.get(CHAT)
     error_of(refused, 405, "method_not_allowed")
     assert refused.headers["allow"] == "POST"
+    for path, methods in (("/v1/models", "GET, HEAD"), ("/v1/responses/r", "DELETE, GET, HEAD")):
+        refused = await client.put(path)
+        error_of(refused, 405, "method_not_allowed")
+        assert refused.headers["allow"] == methods
     assert (await client.post(f"{CHAT}/", json=HI)).status_code == 200
     models, head = await client.get("/v1/models/"), await client.head("/v1/models")
     assert (models.json()["object"], head.status_code, head.content) == ("list", 200, b"")

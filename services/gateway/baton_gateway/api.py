@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import subjects
@@ -378,6 +379,13 @@ def _body_schemas() -> Mapping[str, Any]:
     return described["$defs"] | messages
 
 
+def _methods_of(app: FastAPI, scope: Scope) -> list[str]:
+    """Return the methods that a path takes: it may have a route for each."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in route.methods or ()}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
     async def expected(request: Request, error: Exception) -> Response:
@@ -394,7 +402,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             return error_response(_NoRoute(f"there is no {where} here; {SERVED}"), request.scope)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             response = error_response(_WrongMethod(f"{where} is not allowed"), request.scope)
-            response.headers.update(error.headers or {})
+            response.headers["allow"] = ", ".join(_methods_of(app, request.scope))
             return response
         return error_response(InvalidRequest(str(error.detail)), request.scope)
 
