@@ -83,6 +83,16 @@ def test_of_several_forms_the_one_that_was_used_is_explained(fields: dict[str, A
         parse_chat(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"messages": [1]}, "messages[0]"), ({"tools": [None]}, "tools[0]"), ({"stream_options": 5}, "stream_options")],
+)
+def test_an_error_names_no_class_of_the_server(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_chat(**fields)
+    assert refused.value.detail == f"`{param}`: input should be a valid dictionary"
+
+
 def test_stop_is_one_or_several() -> None:
     assert output_of(parse_chat(stop="x")).stops == ("x",)
     assert output_of(parse_chat(stop=["x", "y"])).stops == ("x", "y")

@@ -92,4 +92,6 @@ def explain(error: ValidationError) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         said = f"`{param}`: this server does not know this field{hint(str(first['loc'][-1]), NESTED)}"
         return InvalidRequest(said, param=param)
-    return InvalidRequest(f"`{param}`: {first['msg'][0].lower()}{first['msg'][1:]}", param=param)
+    # Pydantic names its model's class, too.
+    said = first["msg"].partition(" or instance of ")[0]
+    return InvalidRequest(f"`{param}`: {said[0].lower()}{said[1:]}", param=param)
