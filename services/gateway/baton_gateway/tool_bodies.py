@@ -146,7 +146,7 @@ def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence
         return ()
     if choice == "required":
         if not tools:
-            raise InvalidRequest("`tool_choice` is `required`, and there are no `tools`", param="tool_choice")
+            raise InvalidRequest("`tool_choice` requires a call, and there are no `tools`", param="tool_choice")
         return tools
     match choice:
         case {"type": "function", "function": {"name": str() as name}}:

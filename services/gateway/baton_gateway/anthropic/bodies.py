@@ -168,5 +168,8 @@ def _explained(error: msgspec.ValidationError) -> InvalidRequest:
     assert match is not None
     fault, path = match["fault"], (match["path"] or "body").replace("[...]", "")
     if path.endswith(".type") and ".content" in path:
-        fault += ": this server takes text, thinking, tool use and tool results; no images, documents or server tools"
+        fault += (
+            ": a user's message has text and tool results, an assistant's text, thinking and tool use; "
+            "no images, documents or server tools"
+        )
     return InvalidRequest(f"`{path}`: {fault[0].lower()}{fault[1:]}", param=path)
