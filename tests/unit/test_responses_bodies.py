@@ -58,6 +58,13 @@ def test_an_error_about_calls_names_their_item(path: str) -> None:
     assert refused.value.param == "input[0]"
 
 
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"x"'])
+def test_a_body_that_is_no_object_is_called_so_as_on_other_endpoints(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the body must be a JSON object$") as refused:
+        read_envelope(body)
+    assert refused.value.param is None
+
+
 @given(ITEMS, st.integers(0, 40))
 def test_truncation_leaves_out_as_few_turns_as_it_takes(items: list[Any], room: int) -> None:
     made = request(input=items, instructions="brief")
@@ -112,7 +119,7 @@ def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (b"[]", "body"),
+        (b"[]", None),
         (b"{", None),
         (b'{"store": 1}', "store"),
         (b'{"background": "x"}', "background"),

@@ -253,7 +253,9 @@ def read_envelope(payload: bytes | bytearray) -> Envelope:
         return _decode_envelope(payload)
     except msgspec.ValidationError as error:
         said, _, path = str(error).partition(" - at `$.")
-        param = path.rstrip("`") or "body"
+        if not path:
+            raise InvalidRequest("the body must be a JSON object") from error
+        param = path.rstrip("`")
         raise InvalidRequest(f"`{param}`: {said[0].lower()}{said[1:]}", param=param) from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
