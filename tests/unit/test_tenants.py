@@ -138,7 +138,7 @@ async def test_a_key_is_known_by_its_digest_only() -> None:
     for wrong in (key[:-1], key + "0", key.upper(), "", "sk-baton-"):
         with pytest.raises(Unauthenticated):
             await world.identify(wrong)
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(Unauthenticated, match="`Authorization: Bearer KEY` or `x-api-key: KEY`"):
         await world.keyring.identify({})
 
 

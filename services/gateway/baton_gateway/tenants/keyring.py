@@ -112,4 +112,4 @@ def _presented(headers: Mapping[str, str]) -> str:
         return token.strip()
     if key := headers.get("x-api-key", "").strip():
         return key
-    raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY`")
+    raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
