@@ -132,13 +132,18 @@ def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
         (b'{"model":"m","input":"x","other":1' + b"0" * 40 + b"}", None),
         (b'{"model":"m","input":"x","other":' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}", None),
         (b'{"model":"m","input":"x","max_tokens":5}', "max_tokens"),
+        (b'{"model":"m","input":"x","stream_options":{}}', "stream_options"),
+        (
+            b'{"model":"m","input":"x","stream":true,"stream_options":{"include_usage":true}}',
+            "stream_options.include_usage",
+        ),
         (b'{"model":"m","input":"x","text":{"format":{"type":"text","nme":"x"}}}', "text.format.nme"),
         (b'{"model":"m","input":[{"role":"robot","content":"x"}]}', "input[0].role"),
         (b'{"model":"m","input":[{"type":"message","role":"user"}]}', "input[0].content"),
         (b'{"model":"m","input":[{"type":"reasoning","content":[{"type":"image"}]}]}', "input[0].content"),
         (b'{"model":"m","input":[' + b"{}," * 65536 + b"{}]}", "input"),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_bad_bodies_are_invalid_requests(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:

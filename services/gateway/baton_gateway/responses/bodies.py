@@ -197,6 +197,14 @@ class ResponsesBody(GenerationBody):
             if name not in INCLUDED:
                 said = f"`include` can have {' and '.join(f'`{each}`' for each in INCLUDED)}, not {name[:80]!r}"
                 raise InvalidRequest(said, param="include")
+        if (options := self.stream_options) is not None:
+            if not self.stream:
+                raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+            for name in ("include_usage", "continuous_usage_stats"):
+                if getattr(options, name) is not None:
+                    where = f"stream_options.{name}"
+                    said = f"`{where}` is a field of chats: here the last event has the usage"
+                    raise InvalidRequest(said, param=where)
         if self.background and self.store is False:
             raise InvalidRequest("`background` needs `store`: its answer is read from there", param="store")
 
