@@ -41,6 +41,7 @@ from baton.engines.engine import (
 from baton.engines.kv_events import KvEventListener
 from baton.engines.options import split_options
 from baton.engines.recorder import LoadRecorder
+from baton.engines.refusals import sentence_of
 from baton.engines.sglang.host import SglangHost
 from baton.engines.sglang.options import DIALECT, tensor_parallel_ranks
 from baton.errors import BatonError, EngineFailed, InvalidRequest
@@ -135,7 +136,7 @@ class SglangEngine:
             except BatonError:
                 raise
             except Exception as error:
-                sentence = str(error).partition("\n")[0]
+                sentence = sentence_of(error)
                 raise EngineFailed(f"SGLang ended the request with {type(error).__name__}: {sentence}") from error
             finally:
                 self._begun_s.pop(attempt.key, None)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from baton.engines.refusals import sentence_of
 from baton.errors import InvalidRequest
 from baton.messages.attempts import ConstraintKind, Sampling, TokenLogprob
 
@@ -63,7 +64,7 @@ def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> d
         params = SamplingParams(**fields)  # pyright: ignore[reportArgumentType]
         params.verify(vocabulary)
     except (ValueError, TypeError) as error:
-        sentence = str(error).partition("\n")[0]
+        sentence = sentence_of(error)
         raise InvalidRequest(f"the engine refuses these parameters: {sentence}") from error
     return fields
 
@@ -72,7 +73,7 @@ def refusal_of(finish: Mapping[str, Any]) -> InvalidRequest | None:
     """Return the error for a request that SGLang's scheduler refused, from its finish; None: it did not refuse it."""
     if finish.get("status_code") != HTTPStatus.BAD_REQUEST:
         return None
-    sentence = str(finish.get("message")).partition("\n")[0]
+    sentence = sentence_of(finish.get("message"))
     return InvalidRequest(f"the engine refuses the request: {sentence}")
 
 

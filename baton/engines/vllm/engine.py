@@ -23,6 +23,7 @@ from baton.engines.engine import (
 )
 from baton.engines.kv_events import KvEventListener
 from baton.engines.options import split_options
+from baton.engines.refusals import sentence_of
 from baton.engines.vllm.host import VllmHost
 from baton.engines.vllm.lending import LEND_METHOD
 from baton.engines.vllm.options import DIALECT
@@ -295,7 +296,7 @@ def engine_error(error: Exception, death: str = "") -> BatonError:
         return error
     if isinstance(error, EngineDeadError):
         return EngineFailed(death or "vLLM's engine process has died")
-    sentence = str(error).partition("\n")[0]
+    sentence = sentence_of(error)
     if isinstance(error, VLLMClientError):
         return InvalidRequest(f"the engine refuses the request: {sentence}")
     return EngineFailed(f"vLLM ended the request with {type(error).__name__}: {sentence}")

@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from baton.engines.refusals import sentence_of
 from baton.engines.vllm.grammar import DELIVERED_PARAMETER
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind, Sampling, TokenLogprob
@@ -85,14 +86,10 @@ def _strictly(fields: dict[str, object], kv_transfer: Mapping[str, object] | Non
     try:
         params = msgspec.convert(fields, SamplingParams)
     except (VLLMClientError, msgspec.ValidationError, ValueError, TypeError) as error:
-        raise InvalidRequest(f"the engine refuses these parameters: {_sentence(error)}") from error
+        raise InvalidRequest(f"the engine refuses these parameters: {sentence_of(error)}") from error
     params.detokenize = False
     params.output_kind = RequestOutputKind.DELTA
     return params
-
-
-def _sentence(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def token_logprobs(
