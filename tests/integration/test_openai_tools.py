@@ -262,6 +262,10 @@ async def test_reasoning_needs_no_tools() -> None:
             await streamed(client, messages=[USER]),
         ):
             assert message_of(answer) == {"role": "assistant", "content": "4", "reasoning_content": "Hm."}
+        usage = (await complete(client, messages=[USER])).usage
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert 0 < (usage.completion_tokens_details.reasoning_tokens or 0) < usage.completion_tokens
 
 
 FUNCTION: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}

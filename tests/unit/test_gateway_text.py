@@ -9,6 +9,8 @@ import pytest
 from baton_gateway.choice import ChoiceText
 from baton_gateway.detokenise import PROMPT_TOKENS, Spellings, Vocabulary
 from baton_gateway.parameters import OutputOptions
+from baton_gateway.parsing.formats import FormatName, ParsingOptions
+from baton_gateway.parsing.parsed_text import ParsedText
 from baton_gateway.stop_strings import StopScanner
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from baton.messages.attempts import TokenLogprob
 from tests.harness.gateway.actors import EOS, make_tokenizer
+from tests.harness.gateway.samples import form_of
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +232,21 @@ def test_the_last_token_is_counted_and_not_shown(byte_level: Tokenizer) -> None:
     plain = ChoiceText(vocabulary_of(byte_level), OutputOptions(skip_special=False))
     assert plain.feed(tokens, (), ends=True).text == "the fox"
     assert plain.tokens == len(tokens)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_reasoning_is_counted_in_tokens(byte_level: Tokenizer, at_once: int) -> None:
+    def encode(text: str) -> list[int]:
+        return byte_level.encode(text, add_special_tokens=False).ids
+
+    vocabulary, form, options = vocabulary_of(byte_level), form_of(FormatName.THINK), OutputOptions()
+    choice = ParsedText(vocabulary, options, (), parsing=ParsingOptions(), form=form, request="r")
+    thought, rest = encode("<think>a fox"), encode("</think>dog")
+    for tokens in (thought, rest):
+        for start in range(0, len(tokens), at_once):
+            choice.feed(tokens[start : start + at_once], (), ends=False)
+    assert choice.reasoning_tokens == len(thought)
+    assert ChoiceText(vocabulary, options).reasoning_tokens is None, "no format with reasoning"
 
 
 def test_logprobs_carry_the_tokens_own_bytes(byte_level: Tokenizer) -> None:

@@ -94,6 +94,8 @@ class ChoiceText:
         """Whether `feed_plain` may be used: pieces are the texts of single tokens, and nothing else."""
         self.tokens = 0
         self.calls = 0
+        self.reasoning_tokens: int | None = None
+        """Tokens of reasoning; None: the model's format has none."""
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         """Return the piece that `tokens` add. `ends`: the last of them ended the output and is not shown."""

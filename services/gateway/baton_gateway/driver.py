@@ -329,7 +329,8 @@ class AnswerDriver:
         if rest.stopped:
             reason = FinishReason.STOP
         cached_tokens = min(cached_tokens, self._order.prompt_tokens)
-        self._outcome = Outcome(reason, self._text.tokens, cached_tokens, self._text.calls, self._text.stop)
+        text = self._text
+        self._outcome = Outcome(reason, text.tokens, cached_tokens, text.calls, text.stop, text.reasoning_tokens)
         self._sink.complete(self._outcome)
 
     def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:

@@ -48,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Tool calls in the answer."""
     stop: str = ""
     """The stop string that ended it; empty if none did."""
+    reasoning_tokens: int | None = None
+    """Part of `completion_tokens`, up to the last piece of reasoning; None: the model's format has no reasoning."""
 
     @property
     def finish_reason(self) -> str:

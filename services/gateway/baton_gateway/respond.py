@@ -226,7 +226,9 @@ class AnswerResponse:
         per_prompt = self._job.choices_per_prompt
         groups = [outcomes[start : start + per_prompt] for start in range(0, len(outcomes), per_prompt)]
         cached = sum(min(outcome.cached_tokens for outcome in group) for group in groups)
-        return usage_of(self._job.prompt_tokens, sum(outcome.completion_tokens for outcome in outcomes), cached)
+        completion = sum(outcome.completion_tokens for outcome in outcomes)
+        reasoning = [outcome.reasoning_tokens for outcome in outcomes if outcome.reasoning_tokens is not None]
+        return usage_of(self._job.prompt_tokens, completion, cached, sum(reasoning) if reasoning else None)
 
 
 async def _watch(receive: Receive, production: Production) -> None:

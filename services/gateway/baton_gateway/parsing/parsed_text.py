@@ -33,6 +33,9 @@ class ParsedText(ChoiceText):
         self._parser = form.parser(parsing)
         self._calls_max = None if parsing.parallel else 1
         self._form = form.spec
+        self.reasoning_tokens = 0 if form.spec.reasoning else None
+        self._shown_tokens = 0
+        """Tokens up to the last piece that showed something."""
         self._request = request
         self._opening = opening_of(form.spec.calls) if parsing.or_json and form.spec.calls else ""
         """Beginning of calls, while it is open whether the answer is JSON."""
@@ -66,6 +69,10 @@ class ParsedText(ChoiceText):
 
     def _parse(self, piece: Piece, parsed: Parsed) -> None:
         piece.text, piece.reasoning, piece.calls_at = parsed.content, parsed.reasoning, parsed.calls_at
+        if piece.reasoning and self.reasoning_tokens is not None:
+            self.reasoning_tokens += self.tokens - self._shown_tokens
+        if piece.reasoning or piece.text or parsed.calls:
+            self._shown_tokens = self.tokens
         room = None if self._calls_max is None else self._calls_max - self.calls
         for call in parsed.calls[:room]:
             made = call_id(self._request, self.calls, prefix=self._form.id_prefix, chars=self._form.id_chars)

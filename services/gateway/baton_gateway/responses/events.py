@@ -42,6 +42,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 class _Text(msgspec.Struct):
@@ -65,9 +66,6 @@ class ResponseEvents:
         self._next = first
         self._output: list[dict[str, Any]] = []
         self._open: _Text | None = None
-        self._reasoning_tokens = 0
-        self._unseen_tokens = 0
-        """Tokens since the last piece that showed something."""
 
     @property
     def status(self) -> Status:
@@ -108,9 +106,7 @@ class ResponseEvents:
     def feed(self, piece: Piece) -> list[bytes]:
         """Return the events of a piece."""
         events: list[bytes] = []
-        self._unseen_tokens += piece.tokens
         if piece.reasoning:
-            self._reasoning_tokens += self._unseen_tokens
             self._write("reasoning", piece.reasoning, (), events)
         at = piece.calls_at if piece.calls else len(piece.text)
         before, after = piece.text[:at], piece.text[at:]
@@ -122,8 +118,6 @@ class ResponseEvents:
                 events += self._call(call)
         if after:
             self._write("message", after, () if before else piece.logprobs, events)
-        if piece.reasoning or piece.text or piece.calls:
-            self._unseen_tokens = 0
         return events
 
     def complete(self, finish_reason: str, usage: Usage, completed_at: int) -> list[bytes]:
@@ -137,7 +131,7 @@ class ResponseEvents:
             "input_tokens": usage.input_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(self._reasoning_tokens, usage.output_tokens)},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.input_tokens + usage.output_tokens,
         }
         return self._end(status)

@@ -141,6 +141,7 @@ class Generation:
             input_tokens=self._job.prompt_tokens,
             output_tokens=outcome.completion_tokens,
             cached_tokens=outcome.cached_tokens,
+            reasoning_tokens=outcome.reasoning_tokens or 0,
         )
         self._trace.finish(
             [outcome.finish_reason], output_tokens=usage.output_tokens, cached_tokens=usage.cached_tokens
