@@ -354,6 +354,20 @@ async def test_a_silent_stream_begins_and_is_kept_alive(background: bool) -> Non
                 pass
 
 
+async def test_an_answer_whose_stream_began_in_silence_does_not_start_over() -> None:
+    async with opened(Settings(port=0, stream_keep_alive_s=0.05)) as (stage, client):
+        await stage.add("d2")
+        await forward(stage, "d2")
+        script = stage.workers["d1"].script
+        script.tokens_per_frame, script.interval_s, script.fail_at = 0, 0.02, 5
+        made: Any = client.responses.create
+        answer = await made(model=MODEL, input="hi", stream=True, extra_body={"seed": 1})
+        first = [(await anext(answer)).model_dump()]
+        script.tokens_per_frame = 1
+        events = first + [event.model_dump() async for event in answer]
+    assert rebuilt(events)["status"] == "failed", "the client has seen a part of it"
+
+
 async def test_a_response_continues_on_another_worker(pair: Pair) -> None:
     stage, client = pair
     await stage.add("d2")

@@ -47,6 +47,8 @@ class Generation:
         self._keep_alive = keep_alive
         self._silent = False
         self._unwritten: list[bytes] = []
+        self._is_shown = False
+        """Whether the client of a stream receives events of its first piece."""
         limit = unread_tokens_max if streams else None
         self._outlet = Outlet(limit, on_overflow, self._take_now, on_ended=trace.note_produced)
         self._production = Production(gateway, job, self._outlet)
@@ -81,6 +83,7 @@ class Generation:
             if events := unwritten + self._render([item for _, item in items]):
                 if self._streams:
                     self._production.note_shown(0)
+                    self._is_shown = True
                 await take(events)
             if self._gather_s and not self.events.ended:
                 await self._gateway.clock.sleep(self._gather_s)
@@ -102,7 +105,8 @@ class Generation:
 
     def _take_now(self, _choice: int, piece: Piece) -> bool:
         """Write a piece's events at once. What cannot be written now goes before those of the next piece."""
-        if self._gather_s or self._unwritten or self.events.number == 0:
+        # A stream that began in silence has events, but nothing of the answer, which may still start over.
+        if self._gather_s or self._unwritten or not self._is_shown:
             return False
         self._silent = False
         events = self.events.feed(piece)
