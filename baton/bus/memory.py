@@ -320,6 +320,7 @@ class MemoryBus:
 
         async def respond(message: AnyMessage) -> None:
             payload = encode(message)
+            self._check_open()
             check_payload(payload, self.payload_bytes_max)
             self.network.send(subject, reply_to, Arrival(subject, payload))
 

@@ -26,7 +26,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     _respond: Callable[[AnyMessage], Awaitable[None]] | None
 
     async def respond(self, message: AnyMessage) -> None:
-        """Answer a `request`; does nothing if no answer is wanted."""
+        """Answer a `request`; does nothing if no answer is wanted. Raises as `Bus.publish` does."""
         if self._respond is not None:
             await self._respond(message)
 

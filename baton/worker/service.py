@@ -263,7 +263,11 @@ class WorkerService:
             answer = await self._loans.answer(lend)
         except BatonError as error:
             answer = Refused(error=ErrorReport.of(error))
-        await delivery.respond(answer)
+        try:
+            await delivery.respond(answer)
+        except BatonError as error:
+            # This is a task of the worker's, and nothing of a loan may end it: the borrower computes the prefix.
+            _log.warning("the answer to a loan was lost: %s", error)
 
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
         """Start an attempt or let it wait, or say why not. Raises InvalidRequest for unsupported parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from baton import subjects
 from baton.bus import Delivery
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
-from baton.errors import ConfigurationError, EngineFailed, InvalidRequest, TransferFailed
+from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages.attempts import (
     Accepted,
     Acknowledge,
@@ -22,6 +23,7 @@ from baton.messages.attempts import (
     DecodeTask,
     FinishReason,
     Join,
+    Lend,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -390,6 +392,25 @@ async def test_a_bug_in_an_abort_ends_no_worker() -> None:
     await world.clock.advance(11.0)
     assert not world.running.done()
     assert await world.state() is None, "overruled"
+    await world.close()
+
+
+async def test_a_loan_whose_answer_is_lost_ends_no_worker() -> None:
+    class Lender(ScriptedEngine):
+        async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+            world.network.reachable = False
+            return 32
+
+    world = World(Role.DECODE, Lender(replace(FACTS, pool_agents=("scripted",))))
+    await world.start()
+    lend = Lend(context=context(), key=bytes(16), blocks=b"", sink_ranks=1)
+    asked = asyncio.create_task(world.gateway_bus.request(subjects.task("w0"), lend, timeout_s=1.0))
+    await world.clock.settle()
+    world.network.reachable = True
+    await world.clock.advance(1.0)
+    with pytest.raises(DeadlineExceeded):
+        await asked
+    assert isinstance(await world.ask(decode_task()), Accepted)
     await world.close()
 
 
