@@ -164,6 +164,29 @@ async def test_schedulers_that_do_not_answer_are_not_flooded() -> None:
         await check_clean(stage)
 
 
+async def test_a_question_that_was_answered_before_its_turn_is_not_asked() -> None:
+    settings = msgspec.structs.replace(SETTINGS, place_resend_s=0.1)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
+        stage.workers["d1"].script.stall_at = 1
+        stage.scheduler.answers = [None]
+        turns = stage.gateway.links.questions
+        for _ in range(QUESTIONS_MAX - 1):
+            await turns.acquire()
+        asking = asyncio.create_task(client.post(CHAT, json=body()))
+        await stage.wait_for(lambda: stage.scheduler.places)
+        # Another answer's question comes before the next one of this answer.
+        await turns.acquire()
+        await stage.scheduler.release(stage.scheduler.places[0])
+        await stage.wait_for(lambda: stage.workers["d1"].running)
+        for _ in range(QUESTIONS_MAX):
+            turns.release()
+        await stage.wait_for(lambda: not turns.locked())
+        await asyncio.sleep(0.1)
+        assert len(stage.scheduler.places) == 1
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
 async def test_held_requests_are_bounded() -> None:
     settings = msgspec.structs.replace(SETTINGS, admission_wait_s=3.0)
     scheduling = SchedulerSettings(disaggregation=Disaggregation.NEVER, held_max=3)

@@ -140,6 +140,10 @@ class AttemptMachine:
         """Return whether this attempt is the present one and has no workers yet."""
         return attempt == self.attempt and self.phase in (Phase.PLACING, Phase.QUEUED)
 
+    def takes(self, attempt: int) -> bool:
+        """Return whether a placement of this attempt is of use: it has no workers yet, or the answer may move to it."""
+        return self.seeks(attempt) or (attempt == self.attempt + 1 and self._may_move())
+
     def runs_on(self, worker: str) -> bool:
         """Return whether the present attempt was given to `worker`."""
         addresses = () if self.placement is None else self.placement.addresses

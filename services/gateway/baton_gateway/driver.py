@@ -380,7 +380,9 @@ class AnswerDriver:
         question, self._question = self._question, None
         assert question is not None, "one task waits per question, and a newer question replaces it"
         try:
-            await self._ask(question)
+            # The answer to an earlier question may have come while this one waited for its turn.
+            if self.machine.takes(question.attempt):
+                await self._ask(question)
         finally:
             if self._turn is turn:
                 self._end_turn()

@@ -393,11 +393,12 @@ class Scheduler:
             await delivery.respond(Refused(error=ErrorReport.of(NoWorkers("no worker is left"))))
         elif {address.worker for address in placement.addresses} & set(place.unavailable):
             await delivery.respond(Held(scheduler="scripted"))
-            self.actors.spawn(self._release(place))
+            self.actors.spawn(self.release(place))
         else:
             await delivery.respond(placement)
 
-    async def _release(self, place: Place) -> None:
+    async def release(self, place: Place) -> None:
+        """Place a request that was held, or not answered."""
         await self.actors.clock.sleep(HOLD_S)
         placement = self._choose(place)
         error = None if placement else ErrorReport.of(NoWorkers("no worker is left"))
