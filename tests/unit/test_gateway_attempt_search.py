@@ -84,6 +84,16 @@ def test_the_waits_before_a_worker_share_one_bound() -> None:
     assert 10.0 <= bench.now_s <= 11.1
 
 
+def test_a_worker_that_is_lost_after_it_accepted_begins_a_new_search() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceGranted(0, replace(placement("d1"), wait_s=5.0)))
+    bench.step(ev.TaskAccepted(0, "d1"))
+    bench.wait(15.0)
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert bench.machine.hold_s(1, bench.now_s) == 10.0, "d1 had room, and computed a long prompt"
+    assert 10.0 <= search(bench, NoWorkers("all dead")) <= 11.1
+
+
 def test_a_late_placement_counts() -> None:
     bench = AttemptHarness()
     bench.wait(0.6)

@@ -472,6 +472,9 @@ class AttemptMachine:
                 self._search.cut_pair(pair)
             case _:
                 pass
+        if self.phase is not Phase.DISPATCHED:
+            # It was accepted and did not end for lack of room: the next attempt has a search of its own.
+            self._search.note_accepted()
         if response is Ending.KIND:
             self._search.note_refused(error, workers)
         else:
