@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton import subjects
+from baton.bus import Delivery
 from baton.messages.base import Context, Refused
 from baton.messages.placement import PRIORITY_BEGUN, Held, Placement, QueuePositions, Released, Withdraw
 from baton.messages.workers import Goodbye
@@ -69,6 +70,22 @@ async def test_one_that_arrives_is_placed_at_once_where_those_held_cannot_begin(
         await world.beat("d1", **FULL)
         await world.beat("d2", running=7)
         await world.hold("wants-d1", exclude=("d2",))
+        await world.clock.advance(0.1)
+        assert isinstance(await world.ask("new"), Placement)
+
+
+async def test_one_that_arrives_when_none_is_held_any_more_is_placed_at_once(world: World) -> None:
+    async def beat(_: Delivery) -> None:
+        await world.bus.publish(subjects.HEARTBEAT, world.workers["d1"])
+
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.pass_time(1.0)
+        # While the index is asked again, another heartbeat says that there is room.
+        await world.bus.subscribe(subjects.MATCH, beat)
+        await world.beat("d1", running=6)
+        assert world.released() == {"r": "d1"}
         await world.clock.advance(0.1)
         assert isinstance(await world.ask("new"), Placement)
 

@@ -109,7 +109,7 @@ class Holding:
     @property
     def is_judging(self) -> bool:
         """Whether held requests are being judged; a new one that is placed meanwhile would be out of order."""
-        return self._sweeping or self._changed.is_set()
+        return bool(self._requests) and (self._sweeping or self._changed.is_set())
 
     def comes_first(self, place: Place) -> bool:
         """Return whether held requests come before a new one: it is judged after them, lest it takes their room."""
