@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -25,7 +27,7 @@ from baton.messages.placement import Disaggregation, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.answers import PromptHead
 from baton_gateway.attempt import AttemptMachine
-from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.choice import ChoiceText
 from baton_gateway.conversion import Conversion
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
@@ -116,24 +118,17 @@ async def prepare(
 
     Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded, DeadlineExceeded.
     """
-    models, clock = gateway.models, gateway.clock
-    try:
-        async with clock.timeout(facts.deadline_at_s - clock.now_s()):
-            with gateway.tracing.span("tokenise", parent=facts.trace):
-                async with models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker:
-                    model = _accept(gateway, await worker.parse(facts.operation, payload, context), facts.access)
-                    if models.prepare(model.path, model.digest).done():
-                        await models.get(model.path, model.digest)  # Raises where the model does not load.
-                    plan = await worker.plan(
-                        model, model_defaults=gateway.settings.model_defaults, salt=facts.access.salt
-                    )
-                # Not earlier: loading a model may need the very process that was lent.
-                known = await models.get(model.path, model.digest)
-                return _job(gateway, facts, model, known, plan)
-    except TimeoutError as error:
-        raise DeadlineExceeded("the request's deadline passed before its prompt was read") from error
-    except ConfigurationError as error:
-        raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+    models = gateway.models
+    async with _reading(gateway, facts.deadline_at_s):
+        with gateway.tracing.span("tokenise", parent=facts.trace):
+            async with models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker:
+                model = _accept(gateway, await worker.parse(facts.operation, payload, context), facts.access)
+                if models.prepare(model.path, model.digest).done():
+                    await models.get(model.path, model.digest)  # Raises where the model does not load.
+                plan = await worker.plan(model, model_defaults=gateway.settings.model_defaults, salt=facts.access.salt)
+            # Not earlier: loading a model may need the very process that was lent.
+            known = await models.get(model.path, model.digest)
+            return _job(gateway, facts, model, known, plan)
 
 
 async def envelope_of(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Envelope:
@@ -141,29 +136,32 @@ async def envelope_of(gateway: Gateway, payload: bytes | bytearray, facts: Reque
 
     Raises InvalidRequest, Overloaded, DeadlineExceeded.
     """
-    clock = gateway.clock
-    try:
-        async with (
-            clock.timeout(facts.deadline_at_s - clock.now_s()),
-            gateway.models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker,
-        ):
-            return await worker.read_envelope(payload)
-    except TimeoutError as error:
-        raise DeadlineExceeded("the request's deadline passed before it was read") from error
+    async with (
+        _reading(gateway, facts.deadline_at_s),
+        gateway.models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker,
+    ):
+        return await worker.read_envelope(payload)
 
 
 async def answer_conversion(
     gateway: Gateway, conversion: Conversion, payload: bytes | bytearray, access: Access
 ) -> bytes:
     """Return the answer to a body of /tokenize or /detokenize, as JSON, made elsewhere. Raises as `prepare`."""
-    clock, deadline_s = gateway.clock, gateway.settings.deadline_s
+    deadline_at_s = gateway.clock.now_s() + gateway.settings.deadline_s
+    async with (
+        _reading(gateway, deadline_at_s),
+        gateway.models.intake.lend(payload, deadline_at_s, tenant=access.tenant) as worker,
+    ):
+        model = _accept(gateway, await worker.parse(conversion, payload), access)
+        return (await worker.convert(model, salt=access.salt)).answer
+
+
+@asynccontextmanager
+async def _reading(gateway: Gateway, deadline_at_s: float) -> AsyncGenerator[None]:
+    """Read a body inside this context. Raises DeadlineExceeded, and Unavailable where its model does not load."""
     try:
-        async with (
-            clock.timeout(deadline_s),
-            gateway.models.intake.lend(payload, clock.now_s() + deadline_s, tenant=access.tenant) as worker,
-        ):
-            model = _accept(gateway, await worker.parse(conversion, payload), access)
-            return (await worker.convert(model, salt=access.salt)).answer
+        async with gateway.clock.timeout(deadline_at_s - gateway.clock.now_s()):
+            yield
     except TimeoutError as error:
         raise DeadlineExceeded("the request's deadline passed before it was read") from error
     except ConfigurationError as error:
@@ -350,6 +348,3 @@ class Production:
         """Abort all choices with this error. The drivers end at once, on their own."""
         for driver in self._drivers:
             driver.post(ev.Aborted(error))
-
-
-__all__ = ["Job", "Piece", "Production", "RequestFacts", "prepare"]
