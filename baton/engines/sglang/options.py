@@ -54,7 +54,7 @@ DIALECT: Final = Dialect(
                 "max_total_tokens": 32768,
             },
         ),
-        # Written from SGLang's documentation and not run yet: no accelerator has been at hand.
+        # Written from SGLang's documentation; it has not run on a GPU yet (`docs/gpu.md`).
         Device.CUDA: DeviceProfile(environment={}, options={"device": "cuda", "page_size": 32}),
     },
 )

@@ -41,7 +41,7 @@ DIALECT: Final = Dialect(
             # The attention kernels of vLLM on CPU stop the engine at any other size.
             block_tokens_multiple=32,
         ),
-        # Written from vLLM's documentation and not run yet: no accelerator has been at hand.
+        # What has run with these on a GPU, and what has not, stands in `docs/gpu.md`.
         Device.CUDA: DeviceProfile(environment={}, options={"block_size": 32}, block_tokens_multiple=16),
     },
 )
