@@ -204,6 +204,30 @@ async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() 
         await store.close()
 
 
+async def test_a_database_that_stands_still_during_a_write_is_unavailable_in_time() -> None:
+    stands_still = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer like Redis, up to the question for the fence, and nothing from then on."""
+        nonlocal stands_still
+        while head := await reader.readline():
+            words = [await reader.readexactly(int((await reader.readline())[1:]) + 2) for _ in range(int(head[1:]))]
+            command = words[0].strip()
+            stands_still |= command == b"HGET"
+            if not stands_still:
+                writer.write(b"%0\r\n" if command == b"HELLO" else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        store = RedisStore(f"redis://127.0.0.1:{port}", clock=SystemClock(), prefix="p", timeout_s=0.2)
+        async with asyncio.timeout(HANG_S):
+            with pytest.raises(StoreUnavailable, match="no answer in time"):
+                await store.write(Batch(1, {}), 1)
+        await store.close()
+    assert stands_still
+
+
 async def test_a_cancelled_write_is_cancelled(store: RedisStore) -> None:
     """The client must not swallow a cancellation: the service would never end."""
     for attempt in range(300):

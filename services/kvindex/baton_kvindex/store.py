@@ -182,7 +182,8 @@ class RedisStore:
         for worker, change in batch.workers.items():
             if change is not None and change.runs is not None:
                 await self._write_aside(f"{self._aside}{fence}:{worker}", change.runs)
-        async with self._redis.pipeline(transaction=True) as pipeline:
+        pipeline = self._redis.pipeline(transaction=True)
+        try:
             if await self._watch_fence(pipeline, fence) != fence:
                 raise StoreEmptied("Redis is empty, or went back to an earlier state")
             pipeline.multi()
@@ -190,6 +191,10 @@ class RedisStore:
                 self._queue(pipeline, worker, change, f"{self._aside}{fence}:{worker}")
             pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
             await self._answer(pipeline.execute())
+        finally:
+            # The pipeline's own context would wait for the answer to UNWATCH without a deadline.
+            with suppress(StoreUnavailable):
+                await self._answer(pipeline.reset())
 
     def cold(self, instance: str) -> ColdStore:
         return _RedisColdStore(self._connection, self._cold + instance)
