@@ -68,9 +68,9 @@ class AnswerResponse:
         else:
             outlet = Outlet(None, on_ended=self._trace.note_produced)
         production = Production(self._gateway, self._job, outlet)
-        async with asyncio.TaskGroup() as group:
+        gone = "the client disconnected"
+        async with asyncio.TaskGroup() as group, watching(receive, lambda: production.abort(ClientGone(gone))):
             production.start(group)
-            watch = group.create_task(_watch(receive, production))
             try:
                 if self._stream:
                     self._look_later(outlet)
@@ -79,7 +79,6 @@ class AnswerResponse:
                     await self._send_whole(outlet, production, scope, receive, send)
             finally:
                 production.abort(ClientGone("the answer was given up"))
-                watch.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
                 if self._failure is not None:
@@ -229,13 +228,6 @@ class AnswerResponse:
         completion = sum(outcome.completion_tokens for outcome in outcomes)
         reasoning = [outcome.reasoning_tokens for outcome in outcomes if outcome.reasoning_tokens is not None]
         return usage_of(self._job.prompt_tokens, completion, cached, sum(reasoning) if reasoning else None)
-
-
-async def _watch(receive: Receive, production: Production) -> None:
-    """Abort the production once the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    production.abort(ClientGone("the client disconnected"))
 
 
 @asynccontextmanager
