@@ -43,6 +43,15 @@ async def test_without_leave_to_hold_an_overloaded_deployment_refuses(world: Wor
         assert answer.error.code == "overloaded"
 
 
+async def test_one_that_only_a_busy_worker_can_hold_waits_for_that(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("large")
+        await world.beat("small", kv_blocks_total=10)
+        await world.hold("r", prompt_tokens=1000, unavailable=("large",))
+        await world.pass_time(0.5)
+        assert world.released() == {"r": "large"}
+
+
 async def test_each_waits_for_its_own_best_worker_and_not_behind_another_one(world: World) -> None:
     async with world.scheduler():
         await world.beat("d1", **FULL)

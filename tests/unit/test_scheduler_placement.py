@@ -295,6 +295,12 @@ def test_a_prompt_that_never_fits_is_not_told_to_retry() -> None:
     assert names(place(demand(AUTO), prefill(kv_blocks_total=50), decode())) == ("", "d1")
 
 
+def test_a_prompt_that_only_an_excluded_worker_can_hold_may_be_tried_again() -> None:
+    workers = (decode("large"), decode("small", kv_blocks_total=20))
+    with pytest.raises(NoWorkers, match="that can hold it failed this request"):
+        place(demand(NEVER, exclude=frozenset({"large"})), *workers)
+
+
 def test_excluded_pairs_leave_other_pairs() -> None:
     pool = (prefill("p1"), prefill("p2"), decode("d1"))
     only = demand(ALWAYS, exclude_pairs=frozenset({("p1", "d1")}))

@@ -147,16 +147,16 @@ def _admit(role: Role, team: Team, predict: Prediction) -> Rows:
         allowed &= [load.kind not in refusing for load in team.loads]
         if not allowed.any():
             raise InvalidRequest(f"every live {role} worker of {demand.model} refuses this request")
-    if demand.exclude:
-        allowed[[team.rows[worker] for worker in demand.exclude if worker in team.rows]] = False
-        if not allowed.any():
-            raise NoWorkers(f"every live {role} worker of {demand.model} failed this request before")
     allowed &= demand.prompt_tokens < figures.context_tokens_max
     allowed &= predict.need_tokens(role) <= figures.kv_tokens_max
     if not allowed.any():
         raise ContextLengthExceeded(
             f"no {role} worker of {demand.model} can hold a prompt of {demand.prompt_tokens} tokens"
         )
+    # Exclusions come last, as they pass: what only an excluded worker can hold is not refused for good.
+    allowed[[team.rows[worker] for worker in demand.exclude if worker in team.rows]] = False
+    if not allowed.any():
+        raise NoWorkers(f"every live {role} worker of {demand.model} that can hold it failed this request before")
     return np.flatnonzero(allowed)
 
 

@@ -13,7 +13,6 @@ from baton import subjects
 from baton.bus import Retention
 from baton.errors import (
     BatonError,
-    ContextLengthExceeded,
     DeadlineExceeded,
     MalformedMessage,
     ModelNotFound,
@@ -137,10 +136,10 @@ class Placer:
         avoided = self._breakers.avoided(self._clock.now_s())
         try:
             placement = self._choose(place, match, serving, without, avoided)
-        except (NoWorkers, ContextLengthExceeded) as error:
+        except NoWorkers:
             # Breakers are preferences. A worker that failed this request may be the better one, so the gateway gives up
             # its own exclusions first.
-            if not avoided or (isinstance(error, NoWorkers) and (place.exclude or place.exclude_pairs)):
+            if not avoided or place.exclude or place.exclude_pairs:
                 raise
             avoided = dict[str | Pair, Cause]()
             placement = self._choose(place, match, serving, without, avoided)
