@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol
 
+LATE_S: Final = 0.05
+"""Lateness of a timer that shows a pause of this process: what arrived meanwhile is not read yet, so a deadline that
+passed then is looked at again so much later. Event loops run timers that are due before they read from sockets."""
+
 
 class Timer(Protocol):
     def cancel(self) -> object: ...

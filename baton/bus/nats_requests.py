@@ -9,12 +9,14 @@ nats-py has this too, but its requests wait for their whole timeout when the con
 from __future__ import annotations
 
 import asyncio
+from math import inf
 
 import nats.errors
 from nats.aio.msg import Msg
 from nats.js.api import Header
 
 from baton.bus.nats_client import DirectClient
+from baton.clock import LATE_S
 from baton.errors import BusUnavailable, DeadlineExceeded, NoResponders
 
 _NO_RESPONDERS = "503"
@@ -64,7 +66,7 @@ class Requests:
         answer: asyncio.Future[Msg | None] = loop.create_future()
         self._waiting[answer_to] = answer
         # Cheaper than `asyncio.timeout`. Publishing, which it does not end, has a limit of its own (`flush_timeout`).
-        timer = loop.call_later(timeout_s, _give_up, answer)
+        timer = loop.call_later(timeout_s, _give_up, answer, loop.time() + timeout_s)
         try:
             if not self.client.post(subject, payload, reply, headers):
                 await self.client.publish(subject, payload, reply=reply, headers=headers)
@@ -90,6 +92,11 @@ class Requests:
             answer.set_result(message)
 
 
-def _give_up(answer: asyncio.Future[Msg | None]) -> None:
-    if not answer.done():
+def _give_up(answer: asyncio.Future[Msg | None], due_s: float) -> None:
+    if answer.done():
+        return
+    loop = answer.get_loop()
+    if loop.time() - due_s > LATE_S:
+        loop.call_later(LATE_S, _give_up, answer, inf)
+    else:
         answer.set_result(None)

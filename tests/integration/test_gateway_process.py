@@ -15,6 +15,8 @@ import openai
 import pytest
 from baton_gateway.config import Settings
 
+from baton import subjects
+from baton.bus import Delivery
 from baton.messages.attempts import Cancel, DecodeTask, PrefillTask
 from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, tiny_model
@@ -40,6 +42,30 @@ async def test_the_sdk_over_processes_and_nats(nats_url: str) -> None:
         assert long.usage is not None
         assert long.usage.prompt_tokens == 4000
         await cast.wait_for(lambda: not prefill.attempts and not cast.workers["d1"].attempts)
+
+
+async def test_answers_that_came_during_a_pause_of_the_gateway_count(nats_url: str) -> None:
+    """A worker is not taken for silent because the gateway could not read its answer."""
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        process, url = await stack.enter_async_context(gateway(nats_url))
+        await wait_ready(url)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=HANG_S))
+        worker, body = cast.workers["d1"], {"model": MODEL, "prompt": "x", "max_tokens": 5}
+        resume = asyncio.get_running_loop().call_later
+
+        async def pause(delivery: Delivery) -> None:
+            if isinstance(delivery.message, DecodeTask):
+                process.send_signal(signal.SIGSTOP)
+                resume(0.4, process.send_signal, signal.SIGCONT)
+
+        await cast.bus.subscribe(subjects.task("d1"), pause)
+        for _ in range(5):  # A busy machine makes pauses of its own.
+            worker.received.clear()
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            if not worker.got(Cancel):
+                break
+        assert not worker.got(Cancel)
 
 
 async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:

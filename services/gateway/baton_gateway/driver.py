@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind
 
 from baton import subjects
 from baton.bus import Bus
-from baton.clock import Clock, Timer
+from baton.clock import LATE_S, Clock, Timer
 from baton.errors import (
     AttemptFailed,
     BatonError,
@@ -132,6 +132,8 @@ class AnswerDriver:
         self._timer: Timer | None = None
         self._ticks_at_s = inf
         """Time for which the timer is set."""
+        self._reads_until_s = -inf
+        """End of the time after a pause of this process in which no tick is posted."""
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -226,8 +228,8 @@ class AnswerDriver:
         """End the answer if it is over, else make sure that a tick comes at the machine's next deadline."""
         if self._is_over():
             self._over.set()
-        elif self.machine.wake_at_s < self._ticks_at_s:
-            self._set_timer(self.machine.wake_at_s)
+        elif (at_s := max(self.machine.wake_at_s, self._reads_until_s)) < self._ticks_at_s:
+            self._set_timer(at_s)
 
     def _set_timer(self, at_s: float) -> None:
         if self._timer is not None:
@@ -240,8 +242,11 @@ class AnswerDriver:
 
     def _tick(self) -> None:
         """Post a tick if it is due. Deadlines that move back move no timer, so it may be too early."""
+        due_s, now_s = self._ticks_at_s, self._links.clock.now_s()
         self._timer, self._ticks_at_s = None, inf
-        if self._links.clock.now_s() >= self.machine.wake_at_s:
+        if now_s - due_s > LATE_S and due_s > self._reads_until_s:
+            self._reads_until_s = now_s + LATE_S
+        if now_s >= max(self.machine.wake_at_s, self._reads_until_s):
             self.post(ev.Tick())
         else:
             self._await_next()
