@@ -284,7 +284,8 @@ class NatsBus:
             try:
                 await self._open()
                 for subscription in list(self._subscriptions):
-                    await subscription.attach(self._requests)
+                    if subscription in self._subscriptions:  # It may have ended meanwhile.
+                        await subscription.attach(self._requests)
             except (BusUnavailable, ConfigurationError) as error:
                 log.debug("message bus: %s", error)
                 await _end(self._client)

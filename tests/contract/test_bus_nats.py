@@ -21,6 +21,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from baton.bus import BusLimits, Delivery, NatsBus
+from baton.bus.nats import _NatsSubscription
 from baton.bus.nats_client import DirectClient
 from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower
@@ -287,6 +288,26 @@ async def test_a_replacement_that_fails_is_replaced_once(server: Server, connect
     await _restored(bus, "a")
     await eventually(lambda: all(task.get_name() != "bus replace" for task in asyncio.all_tasks()))
     assert (fails.asked, bus.reconnects) == (2, 1), "a second connection would deliver everything twice"
+
+
+async def test_a_subscription_that_ends_while_the_connection_is_replaced_stays_ended(
+    server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await connect()
+    pair = [await bus.subscribe(subject, echo) for subject in ("a", "b")]
+    attach, attached = _NatsSubscription.attach, list[object]()
+
+    async def end_the_other(self: _NatsSubscription, requests: Requests) -> None:
+        attached.append(self)
+        await pair[pair[0] is self].unsubscribe()
+        await attach(self, requests)
+
+    monkeypatch.setattr(_NatsSubscription, "attach", end_the_other)
+    server.reload("authorization { user: someone, password: else }")
+    await eventually(lambda: not bus.connected)
+    server.reload("")
+    await eventually(lambda: bus.reconnects == 1)
+    assert len(attached) == 1, "messages of its group would go to one that does not read them"
 
 
 async def test_the_payload_limit_is_the_servers() -> None:

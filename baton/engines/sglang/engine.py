@@ -76,7 +76,7 @@ class SglangEngine:
         self._attempts = Attempts()
         self._recorder.on_lease_ended = self._attempts.lease_ended
         self._begun_s: dict[bytes, float] = {}
-        """Instants at which attempts were first computed, kept until their first token."""
+        """Instants at which running attempts were first computed; 0: not yet, or not known."""
         self._lending: dict[bytes, asyncio.Future[int]] = {}
         """Loans that the scheduler has not answered yet, by key."""
         self._stats: dict[int, Stats] = {}
@@ -128,6 +128,7 @@ class SglangEngine:
         host, opened = self._alive()
         with self._attempts.enter(request) as attempt:
             fields = self._fields(attempt, opened)
+            self._begun_s[attempt.key] = 0.0
             generating = host.generate(attempt.key.hex(), list(request.tokens), **fields)
             try:
                 async with aclosing(generating), aclosing(self._until_death(generating)) as stream:
@@ -285,7 +286,7 @@ class SglangEngine:
             raise pull_error(DIALECT.engine, pulled)
         if reason and (refusal := refusal_of(reason)):
             raise refusal
-        stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
+        stages = () if attempt.begun else attempt.stages(self._begun_s[attempt.key])
         promotion = None if attempt.begun else self._recorder.take_promotion(attempt.key.hex())
         attempt.begun = True
         attempt.finish = finish
@@ -313,7 +314,8 @@ class SglangEngine:
     def _take_report(self, rank: int, report: Report) -> None:
         match report:
             case StepReport():
-                self._begun_s.update((key, begun_s) for key, begun_s in report.begun)
+                # Reports of attempts that have ended come late.
+                self._begun_s |= {key: begun_s for key, begun_s in report.begun if key in self._begun_s}
                 self._recorder.load = replace(
                     self._recorder.load,
                     running=report.running,
