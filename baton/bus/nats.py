@@ -182,14 +182,15 @@ class NatsBus:
         if self._closed:
             raise BusUnavailable("the message bus is closed")
         if not self._client.is_connected:
-            raise BusUnavailable(f"the message bus at {_public(self._url)} cannot be reached")
+            # Clients get this text; the log has the address, since the connection was lost.
+            raise BusUnavailable("the message bus cannot be reached")
 
     def _check_can_send(self, subject: str, payload: bytes) -> None:
         check_subject(subject)
         self._check_open()
         check_payload(payload, self._client.max_payload)
         if self._client.pending_data_size > self._limits.pending_bytes_max:
-            raise BusUnavailable(f"the message bus at {_public(self._url)} accepts no more messages")
+            raise BusUnavailable("the message bus accepts no more messages")
 
     async def _send(self, subject: str, payload: bytes) -> None:
         if self._client.post(subject, payload):
@@ -231,7 +232,7 @@ class NatsBus:
                 log.debug("message bus: %s", error)
 
         async def on_lost() -> None:
-            requests.fail(f"lost the message bus at {_public(self._url)}")
+            requests.fail("lost the message bus")
             if is_up and not self._closed:
                 log.warning("lost the message bus at %s", _public(self._url))
 
