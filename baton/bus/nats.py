@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription as ClientSubscription
 
 from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject
 from baton.bus.nats_bucket import Buckets
-from baton.bus.nats_client import DirectClient
+from baton.bus.nats_client import DirectClient, TlsNotRequired
 from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower, append_to_stream, keep_in_stream, read_from_stream, retention_of_stream
 from baton.bus.protocol import BusLimits, Delivery, Entry, Handler, Retention, Subscription
@@ -55,9 +55,11 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, *, name: str, limits: BusLimits | None = None, timeout_s: float = 10.0) -> NatsBus:
-        """Connect to `url` (several with commas), `nats://user:password@host:port` or `nats://token@host:port`.
+        """Connect to `url` (several with commas), `nats://user:password@host:port` or `nats://token@host:port`; with
+        `tls://` to servers that require TLS only.
 
-        Keeps trying for `timeout_s`, then raises BusUnavailable; wrong credentials raise ConfigurationError at once.
+        Keeps trying for `timeout_s`, then raises BusUnavailable; wrong credentials, and a server without TLS at such an
+        address, raise ConfigurationError at once.
         """
         bus = cls(url, name, limits or BusLimits())
         give_up_at_s = time.monotonic() + timeout_s
@@ -273,7 +275,7 @@ class NatsBus:
             await requests.open()
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await _end(client)
-            if "uthorization" in str(error):
+            if isinstance(error, TlsNotRequired) or "uthorization" in str(error):
                 raise ConfigurationError(f"the message bus at {_public(self._url)} refuses: {error}") from error
             raise BusUnavailable(f"the message bus at {_public(self._url)} cannot be reached: {error}") from error
         is_up = True
@@ -388,7 +390,7 @@ class _Address:
                 host, port = parts.hostname, parts.port or 4222
             except ValueError as error:
                 raise ConfigurationError(f"{_public(part)} is no address of a NATS server: {error}") from error
-            if not host or parts.scheme not in ("nats", "tls", "ws", "wss"):
+            if not host or parts.scheme not in ("nats", "tls"):
                 raise ConfigurationError(f"{_public(part)} is no address of a NATS server (nats://127.0.0.1:4222 is)")
             if parts.username and parts.password is not None:
                 user, password = unquote(parts.username), unquote(parts.password)

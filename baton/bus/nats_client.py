@@ -19,9 +19,10 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 from urllib.parse import ParseResult
 
+import nats.errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -42,6 +43,10 @@ _HEADERS: Final = b"NATS/1.0\r\n"
 _LINE_END: Final = b"\r\n"
 _CUT_BYTES_MAX: Final = 1 << 16
 """Longest message that may arrive in parts; the parts of longer ones are joined by nats-py, which copies them once."""
+
+
+class TlsNotRequired(nats.errors.Error):
+    """A server whose address is `tls://` talks plain text."""
 
 
 class DirectClient(Client):
@@ -143,10 +148,14 @@ class DirectClient(Client):
         super()._remove_sub(sid, max_msgs)
         self._receivers.pop(sid, None)
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        server = self._current_server
+        if initial_connection and server is not None and server.uri.scheme == "tls" and not info.get("tls_required"):
+            # nats-py would go on without TLS, and send the credentials in plain text.
+            raise TlsNotRequired("the address is tls://, and the server does not require TLS")
+        await super()._process_info(info, initial_connection)
+
     async def _connect_to_server(self, s: Srv) -> None:
-        if s.uri.scheme in ("ws", "wss"):
-            await super()._connect_to_server(s)
-            return
         s.last_attempt = time.monotonic()
         self._transport = _DirectTransport(self)
         await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])

@@ -217,7 +217,10 @@ async def test_connect_waits_for_a_server_that_is_late(server: Server) -> None:
     await bus.close()
 
 
-@pytest.mark.parametrize("url", ["", "nats://", "http://127.0.0.1:1", "nats://127.0.0.1:port", "nats://u:secret@:1"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "nats://", "http://127.0.0.1:1", "ws://127.0.0.1:1", "nats://127.0.0.1:port", "nats://u:secret@:1"],
+)
 async def test_what_is_no_address_is_a_configuration_error(url: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         await NatsBus.connect(url, name="test", timeout_s=1)
@@ -242,6 +245,12 @@ async def test_credentials_in_the_address(settings: str, right: str, wrong: str)
             with pytest.raises(ConfigurationError, match="uthorization") as raised:
                 await NatsBus.connect(f"nats://{credentials}{host}", name="test")
             assert "secret" not in str(raised.value)
+
+
+async def test_an_address_with_tls_never_sends_credentials_in_plain_text(server: Server) -> None:
+    host = server.url.removeprefix("nats://")
+    with pytest.raises(ConfigurationError, match="does not require TLS"):
+        await NatsBus.connect(f"tls://user:secret@{host}", name="test", timeout_s=HANG_S)
 
 
 async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Server, connect: Connect) -> None:
