@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -180,6 +181,19 @@ class _DirectTransport(TcpTransport):
         transport, _ = await asyncio.wait_for(connecting, connect_timeout)
         self._bare_io_reader = self._io_reader = reader
         self._bare_io_writer = self._io_writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        try:
+            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        except BaseException:
+            # The handshake took the connection from its protocol, which is never told its end: nats-py would wait for
+            # that without a limit.
+            if self._io_writer is not None:
+                self._io_writer.transport.abort()
+                self._io_writer = None
+            raise
 
 
 class DirectReader(asyncio.StreamReader):

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -251,6 +254,24 @@ async def test_an_address_with_tls_never_sends_credentials_in_plain_text(server:
     host = server.url.removeprefix("nats://")
     with pytest.raises(ConfigurationError, match="does not require TLS"):
         await NatsBus.connect(f"tls://user:secret@{host}", name="test", timeout_s=HANG_S)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed (Debian, Ubuntu: openssl)")
+def test_a_certificate_that_is_not_trusted_is_one_clear_error(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    made = subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], capture_output=True, check=False)
+    assert made.returncode == 0, made.stderr.decode()
+
+    async def connect(url: str) -> None:
+        async with asyncio.timeout(HANG_S):
+            await NatsBus.connect(url, name="test", timeout_s=0.5)
+
+    with (
+        start_nats(settings=f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}') as server,
+        pytest.raises(BusUnavailable, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        asyncio.run(connect(server.url))
 
 
 async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Server, connect: Connect) -> None:
