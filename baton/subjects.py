@@ -71,6 +71,11 @@ def role(worker: str) -> str:
     return f"baton.worker.{worker}.role"
 
 
+def generation(worker: str) -> str:
+    """Worker to the other processes that have its name: `Heartbeat`."""
+    return f"baton.worker.{worker}.generation"
+
+
 def shadow(worker: str) -> str:
     """Index to one worker: `ShadowQuery`."""
     return f"baton.worker.{worker}.shadow"

@@ -156,6 +156,8 @@ class WorkerService:
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._bus_down = False
         self._leaves_at_s = inf
+        self._replaced_by: int | None = None
+        """A later generation of this worker, in another process: no others listen to this one any more."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
@@ -185,6 +187,7 @@ class WorkerService:
                     subjects.shadow(worker): self._publisher.answer,
                     subjects.GATEWAY_BEAT: self._on_gateway_beat,
                     subjects.role(worker): self._on_role,
+                    subjects.generation(worker): self._on_namesake,
                     subjects.task(worker): self._on_task,
                 }
                 # Tasks that came after its end could not be run any more.
@@ -209,6 +212,11 @@ class WorkerService:
         """Raise Unavailable unless the worker can take tasks now."""
         if self._ledger.draining:
             raise Unavailable("the worker is draining")
+        if self._replaced_by is not None:
+            raise Unavailable(
+                f"a later process has the name {self._identity.address.worker}, so this one gets no tasks any more: "
+                "end it, or start it again with a name of its own"
+            )
         if not self._bus.connected:
             raise BusUnavailable("the message bus cannot be reached")
         await self._engine.check_health()
@@ -336,6 +344,18 @@ class WorkerService:
         # Placements that are made from now on go elsewhere.
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
 
+    async def _on_namesake(self, delivery: Delivery) -> None:
+        """Note that a process that began later has this worker's name: only its heartbeats count from then on."""
+        beat, address = delivery.message, self._identity.address
+        if isinstance(beat, Heartbeat) and self._replaced_by is None and beat.address.generation > address.generation:
+            self._replaced_by = beat.address.generation
+            _log.error(
+                "a later process has the name %s (generation %d, this one is %d): this one gets no tasks any more",
+                address.worker,
+                self._replaced_by,
+                address.generation,
+            )
+
     # ------------------------------------------------------------ periodic work
 
     async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
@@ -378,6 +398,7 @@ class WorkerService:
 
     async def _send_digests(self) -> None:
         address = self._identity.address
+        await self._publish(subjects.generation(address.worker), self._heartbeat())
         for gateway, entries in self._ledger.digests().items():
             digest = Digest(worker=address.worker, generation=address.generation, entries=entries)
             await self._publish(subjects.gateway(gateway), digest)

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from baton import subjects
+from baton.bus import Delivery
 from baton.engines.engine import EngineDelta, Leg
-from baton.errors import EngineFailed
+from baton.errors import EngineFailed, Unavailable
 from baton.messages.attempts import Accepted, Acknowledge, Busy, Cancel, FinishReason
 from baton.messages.base import Refused
 from baton.messages.codec import AnyMessage
-from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Role, RoleChange
+from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat, Role, RoleChange
 from tests.harness.worker import GENERATION, World, context, decode_task, open_world, prefill_task
 
 
@@ -53,6 +54,37 @@ async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_i
     await decode.clock.advance(0.2)
     await decode.running
     assert isinstance(decode.received[-1], Goodbye)
+
+
+async def test_a_worker_whose_name_a_later_process_has_is_not_ready_any_more(
+    decode: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hear_from(generation: int) -> None:
+        beat = decode.heartbeat()
+        address = msgspec.structs.replace(beat.address, generation=generation)
+        namesake = msgspec.structs.replace(beat, address=address)
+        await decode.gateway_bus.publish(subjects.generation("w0"), namesake)
+        await decode.clock.settle()
+
+    await hear_from(GENERATION - 1)
+    await decode.clock.advance(2.0)
+    await decode.service.check_ready()
+    for _ in range(2):
+        await hear_from(GENERATION + 1)
+    with pytest.raises(Unavailable, match="a later process has the name w0"):
+        await decode.service.check_ready()
+    assert caplog.text.count("a later process has the name w0") == 1
+
+
+async def test_a_later_process_tells_the_earlier_ones_of_its_name(decode: World) -> None:
+    told: list[AnyMessage] = []
+
+    async def hear(delivery: Delivery) -> None:
+        told.append(delivery.message)
+
+    await decode.gateway_bus.subscribe(subjects.generation("w0"), hear)
+    await decode.clock.advance(2.0)
+    assert {beat.address.generation for beat in told if isinstance(beat, Heartbeat)} == {GENERATION}
 
 
 async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
