@@ -42,17 +42,17 @@ class NativeAgent:
     pull that failed at the sink ends it with the sink's cause. A pull whose lease was revoked restarts by
     itself and reports no layer twice. A `final` revocation, a release or a cancel is remembered for a
     minute, so it may come before its lease or pull. After `close`, and if its thread ever fails, methods
-    raise TransferFailed; bad arguments raise ValueError.
+    raise TransferFailed; bad arguments raise ValueError, but bad options, which users give, ConfigurationError.
     """
 
     def __init__(self, options: AgentOptions) -> None:
-        if not 0 <= options.port <= 65535:
-            raise ValueError(f"{options.port} is no port")
         try:
+            if not 0 <= options.port <= 65535:
+                raise ValueError(f"{options.port} is no port")
             self._agent = baton_native.Agent(
                 native_options(options), options.rails or (_address(options.host, options.port),)
             )
-        except RuntimeError as failure:
+        except (RuntimeError, ValueError) as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
         self._announced: set[str] = set()

@@ -124,11 +124,11 @@ def test_a_pool_is_set_once_and_first(node: Node, make_agent: MakeAgent) -> None
 
 @NATIVE_ONLY
 def test_options_that_make_no_sense(node: Node) -> None:
-    with pytest.raises(ValueError, match="no backend 'carrier pigeon'"):
+    with pytest.raises(ConfigurationError, match="no backend 'carrier pigeon'"):
         NativeAgent(AgentOptions(backends=("carrier pigeon",)))
-    with pytest.raises(ValueError, match="no port"):
+    with pytest.raises(ConfigurationError, match="no port"):
         NativeAgent(AgentOptions(port=70000))
-    with pytest.raises(ValueError, match="others reach"):
+    with pytest.raises(ConfigurationError, match="others reach"):
         NativeAgent(AgentOptions(host="0.0.0.0"))
     port = int(node.agent.endpoint.split(":")[1].split("/")[0])
     with pytest.raises(ConfigurationError, match="in use"):
