@@ -205,7 +205,13 @@ def _parse(text: str, field: _Field, source: str) -> object:
     origin = get_origin(field.bare) or field.bare
     is_sequence = origin in (tuple, list)
     if is_sequence and not text.lstrip().startswith("["):
-        return _convert([part.strip() for part in text.split(",") if part.strip()], field, source, strict=False)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if text and not parts:
+            # Not the same as an empty text: a key that a secret's file lacks must not open a gateway to all.
+            raise ConfigurationError(
+                f"{source} has only spaces and commas: leave it empty, or name something", param=field.name
+            )
+        return _convert(parts, field, source, strict=False)
     if is_sequence or origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, msgspec.Struct)):
         try:
             return _convert(msgspec.json.decode(text), field, source, strict=True)

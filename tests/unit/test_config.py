@@ -128,6 +128,8 @@ def test_an_empty_variable_is_not_set() -> None:
         (["--engine-options", "{"], {}, "--engine-options is not JSON"),
         (["--engine-options", "[1]"], {}, "--engine-options is malformed"),
         (["--names", "[1]"], {}, "--names is malformed"),
+        (["--names", " "], {}, "--names has only spaces and commas"),
+        ([], {"NAMES": ", ,"}, "BATON_GATEWAY_NAMES has only spaces and commas"),
         ([], {"PORT": "x"}, "BATON_GATEWAY_PORT is malformed"),
         ([], {"NATS_URI": "x"}, "BATON_GATEWAY_NATS_URI is unknown; did you mean BATON_GATEWAY_NATS_URL?"),
         ([], {"SERVICE_HOST": "10.0.0.1"}, "BATON_GATEWAY_SERVICE_HOST is unknown"),
