@@ -22,6 +22,9 @@ CONNECTIONS_MAX: Final = 32
 
 RETRY_AFTER_S: Final = 1.0
 
+_QUOTED: Final = " of pipeline caused error: "
+"""Text in redis-py's error of a pipeline, between the command with its arguments and the reason."""
+
 Answer = TypeVar("Answer")
 
 
@@ -59,7 +62,7 @@ class RedisConnection:
             async with self._clock.timeout(self._timeout_s):
                 answer = await command
         except (RedisError, OSError) as error:
-            cause = f"Redis does not serve: {str(error) or 'no answer in time'}"
+            cause = f"Redis does not serve: {_reason(error) or 'no answer in time'}"
             if not said:
                 raise StoreUnavailable(cause) from error
             if not self._is_cause_logged:
@@ -82,3 +85,9 @@ async def connected(url: str, *, clock: Clock, timeout_s: float) -> AsyncGenerat
     finally:
         if connection is not None:
             await connection.close()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a command failed, without its arguments: they are data, which no log may have, and may be binary."""
+    _, is_quoted, reason = str(error).rpartition(_QUOTED)
+    return reason.strip("(),'\"") if is_quoted else reason
