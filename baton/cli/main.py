@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import shutil
@@ -35,6 +36,8 @@ from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 EXIT_BROKEN_PIPE: Final = 128 + signal.SIGPIPE
 """Status that a shell shows for a program that SIGPIPE has ended."""
 
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
 
 class _Choice(TypedDict):
     choices: Sequence[str]
@@ -53,14 +56,22 @@ def main() -> int:
         _discard_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.filename is None:
+        if (refusal := describe_refusal(error)) is None:
             raise
-        # A folder that cannot be written, a full disk: the user has to fix it.
-        print(f"baton: {error.filename}: {error.strerror}; --folder names another place", file=sys.stderr)
+        print(f"baton: {refusal}; --folder names another place", file=sys.stderr)
         return EXIT_FAILED
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+def describe_refusal(error: OSError) -> str | None:
+    """Return what a file system refuses, for the user to mend: a folder that cannot be written, a full disk; else
+    None."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    # An error of writing names no file.
+    return f"a file cannot be written: {error.strerror}" if error.errno in _FULL else None
 
 
 def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import cast
 
 from baton.cli.deployment import ENGINES, Deployment, engine_settings, model_folder, resolve
-from baton.cli.main import parse_engine_options, parse_pool_bytes
+from baton.cli.main import describe_refusal, parse_engine_options, parse_pool_bytes
 from baton.engines.options import KV_POOL_AUTO, KvPath
 from baton.errors import BatonError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
-from baton.stop import EXIT_MISCONFIGURED
+from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 SETTINGS_FILE = "worker.toml"
 
@@ -87,6 +87,11 @@ def main() -> int:
     except BatonError as error:
         print(f"baton-prepare: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED
+    except OSError as error:
+        if (refusal := describe_refusal(error)) is None:
+            raise
+        print(f"baton-prepare: {refusal}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 

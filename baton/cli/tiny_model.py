@@ -98,7 +98,8 @@ def _write_tokenizer(folder: Path) -> None:
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = [str(path) for path in sorted(library.glob("*.py"))[:TRAINING_FILES_MAX]]
     tokenizer.train(texts, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not by its own `save`, whose failures have no type: a full disk is an expected one.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
         {

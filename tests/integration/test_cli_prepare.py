@@ -14,7 +14,8 @@ from baton import config
 from baton.cli.deployment import Deployment
 from baton.cli.engine_defaults import engine_defaults
 from baton.cli.prepare import prepare
-from baton.stop import EXIT_MISCONFIGURED
+from baton.cli.servers import free_port
+from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 from tests.harness.limits import HANG_S
 
 NAMED = {"max_model_len": 4096, "share": 0.5, "eager": True, "unset": None, "deep": {"a b": [1, 'é"\n']}}
@@ -46,6 +47,31 @@ def test_workers_read_what_was_prepared(folder: Path, engine: str) -> None:
     defaults |= {"kv_pool_bytes": "auto", "kv_pool_workers": 2}
     named = {key: value for key, value in NAMED.items() if value is not None}
     assert settings.engine_options == json.loads(json.dumps(defaults | named))
+
+
+@pytest.mark.parametrize(
+    ("folder", "written_bytes_max", "words"),
+    [
+        ("/proc/none", None, "/proc/none: No such file or directory"),
+        ("", 4096, "a file cannot be written: File too large"),
+    ],
+)
+@pytest.mark.parametrize("command", [("baton.cli.prepare",), ("baton.cli", "up", "--folder")])
+def test_a_folder_that_takes_no_files_is_one_sentence(
+    tmp_path: Path, command: tuple[str, ...], folder: str, written_bytes_max: int | None, words: str
+) -> None:
+    limited = ["prlimit", f"--fsize={written_bytes_max}"] if written_bytes_max else []
+    port = ["--port", str(free_port())] if "up" in command else []
+    answer = subprocess.run(
+        [*limited, sys.executable, "-m", *command, folder or str(tmp_path), "--engine", "simulated", *port],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert answer.returncode == EXIT_FAILED, answer.stderr
+    assert words in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1, answer.stderr
 
 
 def test_a_model_of_the_users_keeps_its_name(tmp_path: Path) -> None:
