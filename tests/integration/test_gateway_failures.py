@@ -266,6 +266,18 @@ async def test_schedulers_that_answer_late_cost_no_request(stage: Stage, client:
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
 
 
+async def test_the_lack_of_a_scheduler_is_told_from_schedulers_that_do_not_answer() -> None:
+    stage = Stage(Settings(port=0, admission_wait_s=0.2))
+    stage.scripted_scheduler = False
+    async with stage.standing(), stage.serving(), httpx.AsyncClient(base_url=stage.base_url) as client:
+        await stage.add("d1")
+        await forward(stage, "d1")
+        for response in (await client.post(CHAT, json=body()), await client.get("/ready")):
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (503, "no_responders")
+            assert error["message"] == "no scheduler listens on the message bus"
+
+
 async def test_new_requests_wait_for_a_worker_that_is_restarted(stage: Stage, client: httpx.AsyncClient) -> None:
     worker = stage.workers["d1"]
     worker.die()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.blocks import ID_BYTES, hash_blocks
+from baton.errors import NoResponders
 from baton.messages.attempts import DecodeTask, PrefillTask
 from baton.messages.base import TOKEN_BYTES, Context, pack_tokens
 from baton.messages.placement import PRIORITY_BEGUN, Place, Placement
@@ -35,6 +36,11 @@ class Prompt:
         hashed_bytes = len(order.blocks) // ID_BYTES * order.model.block_tokens * TOKEN_BYTES
         rest, parent = self.packed[hashed_bytes:], order.blocks[-ID_BYTES:]
         return order.blocks + hash_blocks(order.root, rest, order.model.block_tokens, parent)
+
+
+def no_scheduler() -> NoResponders:
+    """Return the error of a question that reached no scheduler, as opposed to one that stayed unanswered."""
+    return NoResponders("no scheduler listens on the message bus", retry_after_s=1.0)
 
 
 def question_of(

@@ -45,7 +45,7 @@ from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.attempt_events import AttemptTimers
-from baton_gateway.attempt_messages import Prompt, cut, question_of, tasks_of
+from baton_gateway.attempt_messages import Prompt, cut, no_scheduler, question_of, tasks_of
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
@@ -413,8 +413,11 @@ class AnswerDriver:
             # A late answer is as good as one to a resend, so wait until the resends are over.
             timeout_s = timers.place_resend_s * (timers.place_resends_max + 1)
             answer = await links.bus.request(subjects.PLACE, message, timeout_s=timeout_s)
-        except (DeadlineExceeded, NoResponders):
+        except DeadlineExceeded:
             return  # The machine asks again by its own timer.
+        except NoResponders:
+            self.post(ev.PlaceRefused(action.attempt, no_scheduler()))
+            return
         except BatonError as error:
             self.post(ev.PlaceRefused(action.attempt, error))
             return

@@ -11,7 +11,7 @@ from typing import Final
 
 from baton import subjects
 from baton.bus import Delivery
-from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
+from baton.errors import BatonError, NoResponders, NoWorkers, Overloaded, Unavailable
 from baton.messages.attempts import (
     Acknowledge,
     AttemptState,
@@ -33,6 +33,7 @@ from baton.redis import RedisConnection
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
+from baton_gateway.attempt_messages import no_scheduler
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
 from baton_gateway.driver import AnswerDriver, Links
@@ -185,6 +186,8 @@ class Gateway:
         place = Place(context=context, model=name, blocks=b"", prompt_tokens=1, output_tokens_max=1, probe=True)
         try:
             answer = await self.bus.request(subjects.PLACE, place, timeout_s=self.settings.place_resend_s)
+        except NoResponders:
+            return no_scheduler()
         except BatonError as error:
             return error
         if isinstance(answer, Refused):
