@@ -29,15 +29,17 @@ from baton.cli.deployment import (
 from baton.cli.doctor import describe_findings
 from baton.cli.engine_defaults import CUDA_MEMORY_SHARE
 from baton.cli.gpu_shares import VISIBLE, visible_gpus
+from baton.clock import SystemClock
 from baton.devices.backends import nearest_adapters
 from baton.devices.findings import find
 from baton.devices.survey import Survey, read_survey
 from baton.engines.options import WHOLE_ON_CUDA
-from baton.errors import BatonError, ConfigurationError, Unavailable
+from baton.errors import BatonError, ConfigurationError, StoreUnavailable, Unavailable
 from baton.messages.workers import Role
 from baton.processes.child import Child, Program, describe_exit
 from baton.processes.keep_alive import START_INTERVAL_S, StartFailed, keep_alive, until_ready
 from baton.processes.probes import http_status
+from baton.redis import connected
 from baton.stop import EXIT_MISCONFIGURED
 
 Tell = Callable[[str], None]
@@ -47,6 +49,7 @@ METRICS_TARGETS_FILE: Final = "metrics-targets.json"
 NVIDIA_DRIVER: Final = Path("/dev/nvidiactl")
 READY_TIMEOUT_S: Final = 120.0
 PROGRESS_INTERVAL_S: Final = 10.0
+REDIS_TIMEOUT_S: Final = 2.0
 READY_TEXT: Final = """
   curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
     "model": "{model}", "stream": true, "max_tokens": 40,
@@ -181,6 +184,8 @@ class _Launch:
     async def _start_servers(self) -> tuple[str, str]:
         """Start NATS and Redis unless the user names running ones; return their addresses."""
         folder, urls = self._deployment.run_folder, [self._deployment.nats_url, self._deployment.redis_url]
+        if self._deployment.redis_url:
+            await self._check_redis(self._deployment.redis_url)
         for index, describe in enumerate((servers.nats_server, servers.redis_server)):
             if urls[index]:
                 continue
@@ -189,6 +194,18 @@ class _Launch:
             urls[index] = server.url
             self._tell(f"{server.program.name} runs on port {server.port}")
         return urls[0], urls[1]
+
+    async def _check_redis(self, url: str) -> None:
+        """Say so if the user's Redis does not serve: services start without it, and wait for it."""
+        async with connected(url, clock=SystemClock(), timeout_s=REDIS_TIMEOUT_S) as redis:
+            assert redis is not None, "the address is not empty"
+            try:
+                await redis.answer(redis.client.ping())  # pyright: ignore[reportUnknownMemberType]
+            except StoreUnavailable as error:
+                self._tell(
+                    f"REDIS_URL: {error}\n  Everything starts without it. Until it serves, stored responses, stored "
+                    "API keys and idempotency keys are refused, and the index is not saved."
+                )
 
     async def _start_worker(self, program: Program) -> None:
         loop = asyncio.get_running_loop()

@@ -252,8 +252,13 @@ def test_an_engine_that_does_not_start_is_one_sentence(folder: Path) -> None:
 
 
 def test_servers_that_do_not_answer_are_one_sentence(folder: Path) -> None:
-    command = up_command(folder, free_port(), "--nats-url", f"nats://127.0.0.1:{free_port()}")
+    redis_port = free_port()
+    away = ("--nats-url", f"nats://127.0.0.1:{free_port()}", "--redis-url", f"redis://:secret@127.0.0.1:{redis_port}")
+    command = up_command(folder, free_port(), *away)
     answer = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=dict(os.environ))
     assert answer.returncode == 1
+    assert "REDIS_URL: Redis does not serve" in answer.stdout, "Redis is not needed for a start, so this is no error"
+    assert str(redis_port) in answer.stdout
+    assert "secret" not in answer.stdout + answer.stderr
     assert answer.stderr.count("\n") == 1, answer.stderr
     assert "cannot be reached" in answer.stderr
