@@ -166,6 +166,7 @@ def test_stored_keys_are_taken_until_ctrl_c_ends_everything(folder: Path) -> Non
         said = subprocess.run(
             [*command, str(launcher.port)], cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=True
         ).stdout
+        assert "the setting stored_keys only" in said
         with OpenAI(base_url=f"{launcher.url}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(AuthenticationError):
                 client.responses.create(model="tiny", input="Hello!", max_output_tokens=16)

@@ -73,7 +73,10 @@ def run(parsed: argparse.Namespace) -> int:
         case "create":
             rights = rights_of(vars(parsed))
             key, record = ask(lambda store: create(store, tenant=parsed.tenant, rights=rights))
-            print(f"{key}\n\nThis is the only time that the key is shown. Its id is {record.id}.")
+            print(
+                f"{key}\n\nThis is the only time that the key is shown. Its id is {record.id}.\n"
+                "Gateways take it with the setting stored_keys only (`make up STORED_KEYS=1`)."
+            )
         case "list":
             reports = ask(lambda store: store.report())
             shown = [described(report) for report in reports]
