@@ -9,7 +9,6 @@ joins the bus and serves; both contexts are left in the opposite order, whatever
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
@@ -25,6 +24,7 @@ from baton.node.ports import Ports, new_system_id, system_ports
 from baton.node.settings import NodeSettings
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED, Stop
 from baton.telemetry import Metrics, Tracing, serve_status
+from baton.telemetry.logs import configure_logs
 from baton.telemetry.status import Scrape, Status
 
 YOUNG_OBJECTS_MAX: Final = 20_000
@@ -135,9 +135,10 @@ def run(
     SIGTERM and SIGINT end it with status 0. An expected failure is one sentence on standard error, with status 2
     where a setting is to blame, else 1.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+    configure_logs()
     try:
         settings = config.load(settings_type, service=service)
+        configure_logs(settings.log_level, settings.log_format)
 
         async def live(stop: Stop) -> None:
             metrics = Metrics(service)

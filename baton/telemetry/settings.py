@@ -1,4 +1,4 @@
-"""Telemetry settings of every service: where its traces go and where it serves its status."""
+"""Telemetry settings of every service: its traces, its log, and where it serves its status."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigurationError
+from baton.telemetry.logs import LogFormat, LogLevel
 
 
 class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +21,11 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     trace_share: Annotated[
         float, Meta(ge=0, le=1, description="Share of the requests whose traces are exported; failed ones always are.")
     ] = 1.0
+    log_level: Annotated[LogLevel, Meta(description="Least severe messages that are logged.")] = LogLevel.INFO
+    log_format: Annotated[
+        LogFormat,
+        Meta(description="Form of the log: text, or one JSON object per line; engines keep theirs."),
+    ] = LogFormat.TEXT
     status_host: Annotated[str, Meta(description="Address that serves /metrics, /health and /ready.")] = "127.0.0.1"
     status_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,

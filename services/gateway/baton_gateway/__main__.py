@@ -52,7 +52,10 @@ async def serve(settings: Settings, process: Process) -> None:
                 clock=node.ports.clock,
                 processes_max=settings.intake_processes,
                 waiting_bytes_max=settings.intake_waiting_bytes_max,
-                command=(sys.executable, "-m", "baton_gateway.intake_process", settings.answer_format),
+                command=(
+                    *(sys.executable, "-m", "baton_gateway.intake_process", settings.answer_format),
+                    *("--log-level", settings.log_level, "--log-format", settings.log_format),
+                ),
             )
             load = partial(load_to_stay, answer_format=settings.answer_format)
             async with (

@@ -5,6 +5,7 @@ It ends when the pipe that it reads from closes, and so with its gateway, howeve
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import logging
@@ -21,6 +22,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.messages.base import ErrorReport
+from baton.telemetry.logs import LogFormat, LogLevel, configure_logs
 from baton_gateway.intake import Intake, Parsed, Plan
 from baton_gateway.intake_messages import (
     LARGE_BYTES,
@@ -129,7 +131,6 @@ def main(load: Callable[[str], ModelTokenizer]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # These signals are meant for the gateway, which still finishes what it has begun.
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     gc.disable()
     # Output that libraries print must not mix with the frames.
     replies = os.fdopen(os.dup(1), "wb")
@@ -159,4 +160,10 @@ def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main(partial(load_to_stay, answer_format=FormatName(next(iter(sys.argv[1:]), FormatName.AUTO))))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("answer_format", nargs="?", type=FormatName, default=FormatName.AUTO)
+    parser.add_argument("--log-level", type=LogLevel, default=LogLevel.INFO)
+    parser.add_argument("--log-format", type=LogFormat, default=LogFormat.TEXT)
+    given = parser.parse_args()
+    configure_logs(given.log_level, given.log_format)
+    main(partial(load_to_stay, answer_format=given.answer_format))
