@@ -191,5 +191,6 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
         return VllmEngine(settings.model, role=role, options=options, agent=agent)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"the engine {settings.engine} needs the Python package {error.name}, which is not installed"
+            f"the engine {settings.engine} is not installed in this Python environment, which lacks {error.name}: "
+            f"Baton's extra `{settings.engine}` installs it"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 
 import pytest
 from baton_decode.config import DecodeSettings
@@ -104,3 +105,14 @@ def test_a_worker_finds_its_file_by_its_name_or_role(service: str, kind: type[Wo
     assert options() == options(*sized[:2]) == options(*sized[2:]) == {}
     assert options(*sized) == {"kv_file": f"/kv/{service}.kv", "kv_file_bytes": 4096}
     assert options(*sized, "--worker", "w-7")["kv_file"] == "/kv/w-7.kv"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_named(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"baton.engines.{engine}.engine"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)  # One of the packages that only engines need.
+    monkeypatch.delitem(sys.modules, "baton.engines.kv_events", raising=False)
+    settings = config.load(PrefillSettings, service="prefill", argv=["--model", "m", "--engine", engine], environ={})
+    with pytest.raises(ConfigurationError, match=f"Baton's extra `{engine}` installs it"):
+        create_engine(Role.PREFILL, settings)
