@@ -13,6 +13,7 @@ import pytest
 from transfer_proxy import Proxy
 from transfer_rig import BLOCK_TOKENS, KEY, LAYERS, OPTIONS, RAILS, Node, assert_nothing_left, wait_until
 
+from baton.errors import ConfigurationError
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, RailShare, TransferEvent, lease_key
 from tests.harness.limits import HANG_S
 
@@ -264,7 +265,7 @@ def test_a_labelled_rail_is_reached_from_the_own_rail_of_that_label(make_agent: 
     "rails", [("127.0.0.1",), (":0",), ("127.0.0.1:0@",), ("127.0.0.1:0~999",), ("127.0.0.1:70000",), ("0.0.0.0:0",)]
 )
 def test_what_is_no_rail_is_refused(rails: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(ConfigurationError, match="address"):
         NativeAgent(AgentOptions(rails=rails))
-    with pytest.raises(ValueError, match="1 to 16 addresses"):
+    with pytest.raises(ConfigurationError, match="1 to 16 addresses"):
         NativeAgent(AgentOptions(rails=("127.0.0.1:0",) * 17))

@@ -9,6 +9,7 @@ import pytest
 from fake_library import FakeVerbs
 from transfer_rig import KEY, LAYERS, SOURCE_BLOCKS, TOKENS, MakeNode, Node, pull, pull_whole
 
+from baton.errors import ConfigurationError
 from baton.transfer import Cause, EventKind, TransferEvent, lease_key
 
 RETRIES_EXCEEDED = 12
@@ -153,7 +154,7 @@ def test_infiniband_goes_by_local_identifiers(make: MakeNode, fake_verbs: FakeVe
 
 @pytest.mark.parametrize("devices", [":1", "mlx5_0:", "mlx5_0:one", "mlx5_0:0", "mlx5_0:1:256", "a,,b", "a:1:1:1"])
 def test_devices_that_make_no_sense_are_refused_at_the_start(make: MakeNode, devices: str) -> None:
-    with pytest.raises(ValueError, match="does not name an RDMA device"):
+    with pytest.raises(ConfigurationError, match="does not name an RDMA device"):
         make(verbs_devices=devices)
 
 
