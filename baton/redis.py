@@ -34,7 +34,8 @@ class RedisConnection:
     def __init__(self, url: str, *, clock: Clock, timeout_s: float) -> None:
         # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
         # cancellation that comes as the sending ends. `answer` takes their place.
-        # One retry, for a connection that Redis closed while it was idle; callers handle all other failures.
+        # One retry, for a connection that Redis closed while it was idle; callers handle all other failures. One that
+        # breaks before the answer is such a failure, too, so a command may be carried out twice.
         try:
             pool = redis.BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]
                 url,

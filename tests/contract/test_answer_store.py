@@ -45,6 +45,14 @@ async def test_the_first_claims_and_others_get_its_answer(make: Make) -> None:
     assert await store.claim("k", "digest", "1") == b"answer", "an answer does not change"
 
 
+async def test_a_claim_that_is_repeated_changes_nothing(make: Make) -> None:
+    store = make()
+    for _ in range(2):
+        assert await store.claim("k", "digest", "1") == Claimed()
+        assert await store.claim("k", "other", "1") is None
+        assert await store.claim("k", "digest", "2") == Running()
+
+
 async def test_a_released_name_is_free(make: Make) -> None:
     store = make()
     assert await store.claim("k", "digest", "1") == Claimed()

@@ -88,6 +88,20 @@ async def test_what_was_created_is_read(store: ResponseStore) -> None:
     assert await store.turn(key()) == Turn(previous="resp_0", running=True, items=ITEMS, output=b"[]")
 
 
+async def test_a_creation_that_is_repeated_changes_nothing(store: ResponseStore) -> None:
+    for _ in range(2):
+        await store.create(key(), new())
+        assert await store.items(key()) == list(ITEMS)
+    assert await store.append(key(), 0, events(0, 2), HEAD)
+    await store.create(key(), new())
+    record = await store.read(key())
+    assert record is not None
+    assert (record.events, await all_events(store)) == (2, events(0, 2))
+    assert await store.finish(key(), 2, [], DONE, OUTPUT)
+    await store.create(key(), new())
+    assert await store.turn(key()) == Turn(previous="", running=False, items=ITEMS, output=OUTPUT)
+
+
 async def test_nothing_of_another_name_or_tenant_is_found(store: ResponseStore) -> None:
     await store.create(key(), new())
     for other in (key("resp_2"), key(tenant="u"), key(tenant="")):

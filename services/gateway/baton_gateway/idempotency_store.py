@@ -16,7 +16,7 @@ LEASE_S: Final = 10.0
 VERSION: Final = 1
 
 _CLAIM: Final = """
-local digest, answer = unpack(redis.call('HMGET', KEYS[1], 'digest', 'answer'))
+local digest, answer, claim = unpack(redis.call('HMGET', KEYS[1], 'digest', 'answer', 'claim'))
 if not digest then
   redis.call('HSET', KEYS[1], 'digest', ARGV[1], 'claim', ARGV[2])
   redis.call('PEXPIRE', KEYS[1], ARGV[3])
@@ -24,6 +24,7 @@ if not digest then
 end
 if digest ~= ARGV[1] then return {'other'} end
 if answer then return {'answer', answer} end
+if claim == ARGV[2] then return {'claimed'} end
 return {'running'}
 """
 
@@ -56,7 +57,10 @@ class AnswerStore(Protocol):
     """All methods raise StoreUnavailable; those after `claim` change nothing unless the claim holds."""
 
     async def claim(self, name: str, digest: str, claim: str) -> Claimed | Running | bytes | None:
-        """Return the answer, or claim the name if it is free; None: it stands for another digest."""
+        """Return the answer, or claim the name if it is free; None: it stands for another digest.
+
+        To repeat a call changes nothing: the client of Redis does so where the connection breaks before the answer.
+        """
         ...
 
     async def renew(self, name: str, claim: str) -> None: ...
@@ -118,7 +122,7 @@ class MemoryAnswers:
             return Claimed()
         if entry.digest != digest:
             return None
-        return entry.answer or Running()
+        return entry.answer or (Claimed() if entry.claim == claim else Running())
 
     async def renew(self, name: str, claim: str) -> None:
         if (entry := self._claimed(name, claim)) is not None:

@@ -53,6 +53,7 @@ _CREATE: Final = (
     _ROOM
     + """
 local id, now, ttl, bytes, bytes_max, roots, lease = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+if redis.call('EXISTS', KEYS[1]) == 1 then return end
 redis.call('HSET', KEYS[1], 'head', ARGV[8], 'output', '[]', 'running', '1', 'count', '0', 'owner', ARGV[9],
   'previous', ARGV[10], 'background', ARGV[11], 'keeps_events', ARGV[12])
 for at = 13, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[at]) end

@@ -78,7 +78,10 @@ class ResponseStore(Protocol):
     """All methods raise StoreUnavailable."""
 
     async def create(self, key: Key, record: NewRecord) -> None:
-        """Store a response; where its tenant has no room, those that were used least lately are deleted."""
+        """Store a response; where its tenant has no room, those that were used least lately are deleted.
+
+        To repeat a call changes nothing: the client of Redis does so where the connection breaks before the answer.
+        """
         ...
 
     async def append(self, key: Key, first: int, events: Sequence[bytes], head: bytes) -> bool:
@@ -147,6 +150,8 @@ class MemoryStore:
         self._cancels: dict[str, list[Key]] = {}
 
     async def create(self, key: Key, record: NewRecord) -> None:
+        if self._find(key) is not None:
+            return
         self._leases[record.owner] = self._clock.now_s() + self._lease_s
         self._kept[key] = _Kept(record, self._clock.now_s() + self._ttl_s, record.head)
         own = {each: kept for each, kept in self._kept.items() if each.tenant == key.tenant and self._find(each)}
