@@ -152,3 +152,17 @@ def test_bad_bodies_are_invalid_requests(body: bytes, param: str | None) -> None
         with made.naming():
             sampling_of(made.chat())
     assert param is None or refused.value.param == param
+
+
+@pytest.mark.parametrize("name", ["`messages[9]`", "x`messages[9].content`y"])
+def test_what_a_client_wrote_is_not_taken_for_a_path(name: str) -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    with pytest.raises(InvalidRequest, match="which is none of `tools`"):
+        chat(tools=tools, tool_choice={"type": "function", "name": name})
+
+
+@pytest.mark.parametrize("fields", [{"name": "f" * 257}, {"call_id": ""}])
+def test_a_conversation_with_what_no_request_could_send_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"`\[1\]\.{next(iter(fields))}`: string should have") as refused:
+        chat([USER, {**CALL, **fields}])
+    assert refused.value.param == "previous_response_id"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from baton.errors import BatonError, InvalidRequest
 from baton_gateway.bodies import ChatBody, GenerationBody, TokenCount, parse
-from baton_gateway.responses.items import Conversation, Items, check_kinds, stored
+from baton_gateway.body_checks import explain
+from baton_gateway.responses.items import AnyItem, Conversation, Items, check_kinds, stored
 from baton_gateway.tool_bodies import TOOLS_MAX, Text
 
 REFUSED: Final[Mapping[str, str]] = {
@@ -271,6 +272,19 @@ def read_envelope(payload: bytes | bytearray) -> Envelope:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
+def _items_of(history: bytes) -> Sequence[AnyItem]:
+    """Return the items before a request. Raises InvalidRequest for those that no request could send.
+
+    A model may have called a function by a name that is too long, and together they may be too many.
+    """
+    try:
+        return _history.validate_json(history)
+    except ValidationError as error:
+        fault = explain(error).detail
+        said = f"`previous_response_id`: its conversation cannot be continued by its id; of its items, {fault}"
+        raise InvalidRequest(said, param="previous_response_id") from error
+
+
 class ResponseRequest:
     """A request for a response, read from its body."""
 
@@ -281,7 +295,7 @@ class ResponseRequest:
         if body.instructions is not None:
             conversation.add_text("system", body.instructions, "instructions")
         self._first = len(conversation.messages)
-        conversation.add(_history.validate_json(context.history), None)
+        conversation.add(_items_of(context.history), None)
         if isinstance(body.input, str):
             conversation.add_text("user", body.input, "input")
         else:
@@ -329,8 +343,11 @@ class ResponseRequest:
         """Return the path that a chat's field has in this API."""
         for pattern, replacement in _NAMES:
             if found := pattern.match(path):
-                start = replacement and found.expand(replacement)
-                return (start or self._conversation.origins[int(found[1])]) + path[found.end() :]
+                if replacement:
+                    return found.expand(replacement) + path[found.end() :]
+                # Within a text that the client wrote, an error may repeat what looks like the path of a message.
+                if int(found[1]) < len(origins := self._conversation.origins):
+                    return origins[int(found[1])] + path[found.end() :]
         return path
 
 
