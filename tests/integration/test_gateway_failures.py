@@ -14,7 +14,7 @@ from baton_gateway.config import Settings
 
 from baton import subjects
 from baton.blocks import hash_blocks, root_key
-from baton.errors import EngineFailed, TransferFailed
+from baton.errors import BatonError, EngineFailed, TransferFailed
 from baton.messages.attempts import Cancel, Constraint, ConstraintKind, DecodeTask, Frame, PrefillTask, Resend
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
 from baton.messages.workers import Role
@@ -276,6 +276,17 @@ async def test_the_lack_of_a_scheduler_is_told_from_schedulers_that_do_not_answe
             error = response.json()["error"]
             assert (response.status_code, error["code"]) == (503, "no_responders")
             assert error["message"] == "no scheduler listens on the message bus"
+
+
+async def test_all_who_ask_for_readiness_get_the_answer_of_one_probe(stage: Stage) -> None:
+    stage.scheduler.answers = [None] * 100
+    asked = [asyncio.create_task(stage.gateway.check_ready()) for _ in range(20)]
+    refusals = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(each, BatonError) for each in refusals)
+    assert len(stage.scheduler.places) == 1
+    with pytest.raises(BatonError):
+        await stage.gateway.check_ready()
+    assert len(stage.scheduler.places) == 2
 
 
 async def test_new_requests_wait_for_a_worker_that_is_restarted(stage: Stage, client: httpx.AsyncClient) -> None:

@@ -108,6 +108,8 @@ class Gateway:
         )
         self.drain_state = DrainState.OPEN
         self._ready_until_s = 0.0
+        self._refusal: tuple[BatonError, float] | None = None
+        """Why the gateway was not ready at the last probe, and when that probe ended."""
         self._probe = asyncio.Lock()
 
     def _readings(self) -> Iterator[Reading]:
@@ -160,19 +162,31 @@ class Gateway:
         """Raise Unavailable unless a request could be placed now.
 
         The schedulers decide, as only they know what the deployment needs. A positive answer holds for a second, so
-        that probes do not become load.
+        that probes do not become load. A negative one is for all who asked before it came: while schedulers are silent,
+        each waits for two probes at most, and the status port answers in time.
         """
         self.drain_state.check_ready()
+        asked_s = self.clock.now_s()
         async with self._probe:
             if self.clock.now_s() < self._ready_until_s:
                 return
-            models = self.workers.models()
-            if not models:
-                raise NoWorkers("no decode worker is live")
-            refusals = [refusal for model in models if (refusal := await self._probe_model(model.name)) is not None]
-            if len(refusals) == len(models):
-                raise refusals[0]
+            if self._refusal is not None and asked_s < self._refusal[1]:
+                raise self._refusal[0].with_traceback(None)
+            try:
+                await self._probe_models()
+            except BatonError as error:
+                self._refusal = error, self.clock.now_s()
+                raise
             self._ready_until_s = self.clock.now_s() + READY_KEPT_S
+
+    async def _probe_models(self) -> None:
+        """Raise why no model could be asked for now, unless one could."""
+        models = self.workers.models()
+        if not models:
+            raise NoWorkers("no decode worker is live")
+        refusals = [refusal for model in models if (refusal := await self._probe_model(model.name)) is not None]
+        if len(refusals) == len(models):
+            raise refusals[0]
 
     async def _probe_model(self, name: str) -> BatonError | None:
         """Return why a tiny request to this model could not be placed, or None if it could."""
