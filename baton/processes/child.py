@@ -23,6 +23,8 @@ PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None).prctl
 
 TAIL_LINES: Final = 15
+POLL_S: Final = 0.5
+"""Interval at which a process is looked at where the kernel cannot tell its end: no descriptor is free."""
 
 
 def die_with_parent(parent_pid: int, with_signal: signal.Signals) -> None:
@@ -95,7 +97,12 @@ class Child:
         if process.poll() is None:
             loop = asyncio.get_running_loop()
             ended = asyncio.Event()
-            descriptor = os.pidfd_open(process.pid)
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except OSError:
+                while process.poll() is None:  # noqa: ASYNC110 - another process.
+                    await asyncio.sleep(POLL_S)
+                return process.wait()
             loop.add_reader(descriptor, ended.set)
             try:
                 await ended.wait()

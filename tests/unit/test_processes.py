@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -226,6 +227,21 @@ async def test_a_child_that_was_started_again_can_be_asked_to_end_again(tmp_path
             child.terminate()
             assert await child.wait() == -signal.SIGTERM
             child.start()
+
+
+async def test_the_end_of_a_child_is_noticed_while_no_descriptor_is_free(tmp_path: Path) -> None:
+    async with World(tmp_path).started() as child:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            waiting = asyncio.create_task(child.wait())
+            await asyncio.sleep(0)
+            child.terminate()
+            assert await waiting == -signal.SIGTERM
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def until_logged(child: Child, line: str) -> None:
