@@ -133,7 +133,10 @@ class _Launch:
             await asyncio.wait((starting, ending), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                await ending
+                # A keeper ends by a bug only, and its process would not be started again.
+                done, _ = await asyncio.wait((ending, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             for task in (starting, ending, *self._keepers):
                 task.cancel()
