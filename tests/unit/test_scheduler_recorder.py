@@ -291,6 +291,27 @@ async def test_of_schedulers_with_different_settings_those_that_keep_most_decide
         ]
 
 
+async def test_the_first_decision_after_the_server_lost_its_streams_is_recorded() -> None:
+    class Reconnecting(MemoryBus):
+        @property
+        def reconnects(self) -> int:
+            return reconnects
+
+    reconnects = 0
+    world = World(bus_of_scheduler=Reconnecting)
+    await world.start()
+    async with world.scheduler():
+        await world.beat("d1")
+        world.network.streams.clear()
+        reconnects = 1
+        assert isinstance(await world.ask("first-0"), Placement)
+        await world.pass_time(BATCH_S)
+        assert [each.verdict for each in await kept(world, "first")] == ["placed"]
+        world.network.streams.clear()
+        await world.pass_time(KEEP_AGAIN_S)
+        assert await world.bus.retention(subjects.DECISIONS_STREAM) is not None
+
+
 class HangingStreams(MemoryBus):
     """A bus whose JetStream hangs."""
 

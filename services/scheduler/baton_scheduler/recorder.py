@@ -137,12 +137,16 @@ class Recorder:
         """Publish what is noted, for ever."""
         reconnects, keep_at_s = -1, -inf
         while True:
+            with suppress(TimeoutError):
+                async with self._clock.timeout(max(0.0, keep_at_s - self._clock.now_s())):
+                    await self._begun.wait()
             # A server that came back may have lost its streams.
             if reconnects != self._bus.reconnects or self._clock.now_s() >= keep_at_s:
                 reconnects = self._bus.reconnects
                 await self._keep()
                 keep_at_s = self._clock.now_s() + KEEP_AGAIN_S
-            await self._begun.wait()
+            if not self._begun.is_set():
+                continue
             with suppress(TimeoutError):
                 async with self._clock.timeout(BATCH_S):
                     await self._half_full.wait()
