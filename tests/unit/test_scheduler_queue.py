@@ -240,6 +240,15 @@ def test_accounts_are_bounded_by_the_queue() -> None:
     assert queue.accounts == 0
 
 
+def test_no_account_is_left_of_tenants_whose_requests_were_given_up() -> None:
+    queue = queue_of(entry("waits", "a", until_s=999.0), entries_max=10)
+    for number in range(1000):
+        assert queue.add(entry(f"leaves-{number}", f"tenant-{number}", until_s=999.0)) is None
+        assert queue.remove((f"leaves-{number}", 0)) is not None
+        queue.tick(number / 30)
+    assert queue.accounts <= 2
+
+
 def test_shares_outlive_a_moment_without_waiting_requests() -> None:
     queue = queue_of(entry("first", "a"), entry("second", "b"))
     queue.take(("first", 0))

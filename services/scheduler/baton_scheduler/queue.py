@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from math import exp
+from math import exp, inf
 from typing import Final
 
 from baton.messages.placement import PRIORITY_NEW
@@ -233,7 +233,8 @@ class Queue:
             self._level = 0.0
         self._note_level()
         for tenant in [tenant for tenant, spent in self._spent.items() if spent <= self._level]:
-            if not self._counts[tenant] and now_s - self._charged_s.get(tenant, now_s) >= REMEMBER_S:
+            # Of a tenant that was given nothing there is nothing to remember: its requests were given up or withdrawn.
+            if not self._counts[tenant] and now_s - self._charged_s.get(tenant, -inf) >= REMEMBER_S:
                 del self._spent[tenant]
                 self._charged_s.pop(tenant, None)
                 self._recent.pop(tenant, None)
