@@ -22,7 +22,7 @@ from baton_gateway.server import listen, make_server
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from baton.messages.attempts import Frame
+from baton.messages.attempts import Acknowledge, Cancel, DecodeTask, Frame
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.limits import HANG_S
@@ -196,6 +196,22 @@ async def test_a_part_belongs_to_the_response_of_its_request() -> None:
                     whole = await client.get(f"http://{host}:{port}/c")
     assert [b"7\r\n%b one,\r\n7\r\n%b two,\r\n" % (name, name) in got for name in (b"/a", b"/b")] == [True, True]
     assert whole.text == "/c one,/c two,/c end"
+
+
+async def test_an_answer_ends_with_its_connection_though_the_next_request_has_come() -> None:
+    async with open_stage() as stage:
+        stage.say(TEXT * 4)
+        worker = stage.workers["d1"]
+        worker.script.interval_s = 0.01
+        body = json.dumps({"model": MODEL, "prompt": "hi", "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection(*stage.base_url.removeprefix("http://").split(":"))
+        writer.write((head + body) * 2)
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        await stage.wait_for(lambda: worker.got(Cancel) or worker.got(Acknowledge))
+        assert not worker.got(Acknowledge)
+        assert len(worker.got(DecodeTask)) == 1
 
 
 async def test_head_and_events_of_one_frame_are_one_write() -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import socket
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from functools import partial
 from typing import Any, Final, cast
@@ -50,10 +51,13 @@ class Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     """Timer that runs from the start of a connection or request to the end of the request's head."""
     _head_bytes = 0
+    _unfinished: deque[RequestResponseCycle]
+    """Requests that are not answered yet, in their order: a client may send the next ones before its answer."""
     _unread_bytes = 0
     """Bytes of the present request's body that came after the answer to it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._unfinished = deque[RequestResponseCycle]()
         wrapped = TurnTransport(cast("asyncio.Transport", transport), self.writer, self.loop.call_soon)
         super().connection_made(wrapped)
         self._await_head(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -61,8 +65,11 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
         super().connection_lost(exc)
-        cycle = cast("RequestResponseCycle | None", self.cycle)
-        if cycle is not None:
+        # uvicorn tells the newest request only. One that came before it is being answered.
+        while self._unfinished:
+            cycle = self._unfinished.popleft()
+            cycle.disconnected = True
+            cycle.message_event.set()
             extensions: dict[str, Any] = cycle.scope["extensions"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
             extensions.clear()  # As in `_end_response`.
 
@@ -91,6 +98,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse_long_head()
             raise ValueError("the head is too long")  # Ends the parsing.
         super().on_headers_complete()
+        self._unfinished.append(self.cycle)
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
         extensions: dict[str, Any] = scope["extensions"]
@@ -114,6 +122,8 @@ class Protocol(HttpToolsProtocol):
 
     def _end_response(self, extensions: dict[str, Any]) -> None:
         extensions.clear()  # One of them holds the cycle, which holds them: the garbage collector would have to look.
+        if self._unfinished:  # Answers end in the order of their requests.
+            self._unfinished.popleft()
         self.on_response_complete()
 
     def _leave(self) -> None:
