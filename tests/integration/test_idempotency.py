@@ -117,6 +117,19 @@ async def test_a_client_that_leaves_comes_back_to_its_answer(stage: Stage, clien
     assert not stage.workers["d1"].got(Cancel)
 
 
+async def test_a_long_body_is_held_once_and_not_while_it_is_answered() -> None:
+    # A tenant's second body of this length would be refused.
+    settings = Settings(port=0, api_keys=("one",), bodies_bytes_max=1 << 20)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=HANG_S) as client:
+        stage.say(HELLO)
+        stage.workers["d1"].script.interval_s = 0.02
+        content = json.dumps(asked(CHAT, stream=True)).encode() + b" " * (300 << 10)
+        async with client.stream("POST", CHAT, content=content, headers=keyed()) as answer:
+            assert answer.status_code == 200
+            async for _ in answer.aiter_bytes():
+                assert stage.gateway.bodies.shares.held_bytes == 0
+
+
 async def test_clients_are_not_told_where_redis_is(caplog: pytest.LogCaptureFixture) -> None:
     clock = SystemClock()
     async with connected(NOWHERE, clock=clock, timeout_s=HANG_S) as redis:

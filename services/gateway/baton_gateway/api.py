@@ -35,6 +35,7 @@ from baton_gateway.idempotency_store import AnswerStore, RedisAnswers
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
 from baton_gateway.openai_answers import ChatFormat, CompletionFormat, EventWriter
+from baton_gateway.request_body import Part
 from baton_gateway.respond import AnswerResponse, while_connected
 from baton_gateway.responses import endpoint
 from baton_gateway.responses.bodies import ResponsesBody
@@ -194,11 +195,18 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
         # Fed with each part as it comes: a body of 16 MiB at once would hold up every stream for 13 ms.
         digest = hashlib.sha256(scope["path"].encode() + b"\0")
         request = Request(scope, receive)
-        payload = await gateway.bodies.read(request, digest.update)
+        held = [await gateway.bodies.read(request, digest.update)]
+
+        def take() -> Part:
+            """Return the body for good: `answer` reads and counts it again, and is done with it before it answers."""
+            gateway.bodies.release(request, held[0])
+            return held.pop()
+
         try:
-            await Once(gateway, answers, answer).answer(payload, digest.hexdigest(), scope, receive, send)
+            await Once(gateway, answers, answer).answer(take, digest.hexdigest(), scope, receive, send)
         finally:
-            gateway.bodies.release(request, payload)
+            if held:
+                take()
 
     guard = Guard(
         route,

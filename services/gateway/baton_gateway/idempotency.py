@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import Conflict, InvalidRequest, StoreUnavailable
 from baton_gateway.idempotency_store import AnswerStore, Claimed, Running
+from baton_gateway.request_body import Part
 from baton_gateway.respond import while_connected
 from baton_gateway.service import Gateway
 
@@ -63,7 +65,9 @@ class Once:
         self._app = app
         self._claim = gateway.ports.new_id()
 
-    async def answer(self, payload: bytes | bytearray, digest: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self, take_body: Callable[[], Part], digest: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answer a request whose body was read; `digest`: of its path and body.
 
         Raises InvalidRequest, KeyReused, KeyInUse and StoreUnavailable.
@@ -78,7 +82,7 @@ class Once:
         name = hashlib.sha256(f"{state['access'].tenant}\0{key}".encode()).hexdigest()
         kept = await while_connected(receive, self._wait(self._store, name, digest))
         if kept is None:
-            await self._make(self._store, name, payload, scope, send)
+            await self._make(self._store, name, take_body, scope, send)
             return
         answer = _decode(kept)
         headers = [*answer.headers, (b"idempotent-replayed", b"true")]
@@ -103,14 +107,17 @@ class Once:
         except TimeoutError as error:
             raise KeyInUse("a request with this `Idempotency-Key` is still running", param="Idempotency-Key") from error
 
-    async def _make(self, store: AnswerStore, name: str, payload: bytes | bytearray, scope: Scope, send: Send) -> None:
+    async def _make(
+        self, store: AnswerStore, name: str, take_body: Callable[[], Part], scope: Scope, send: Send
+    ) -> None:
         """Have the answer made, whether its client stays or not, and keep it."""
-        unread: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
-        answer, parts, room_bytes = Answer(), list[bytes](), ANSWER_BYTES_MAX
+        answer, parts, room_bytes, is_read = Answer(), list[bytes](), ANSWER_BYTES_MAX, False
 
         async def receive() -> Message:
-            if unread:
-                return unread.pop()
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": take_body(), "more_body": False}
             await asyncio.Event().wait()
             raise AssertionError("a client that left was noticed")
 
