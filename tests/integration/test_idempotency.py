@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from baton_gateway.config import Settings
-from baton_gateway.idempotency_store import RedisAnswers
+from baton_gateway.idempotency_store import LEASE_S, Claimed, MemoryAnswers, RedisAnswers, Running
 from baton_gateway.responses.redis_store import RedisStore
 
 from baton.clock import SystemClock
+from baton.errors import StoreUnavailable
 from baton.messages.attempts import Cancel, DecodeTask
 from baton.redis import connected
 from tests.harness.gateway.actors import MODEL
@@ -128,6 +129,44 @@ async def test_a_long_body_is_held_once_and_not_while_it_is_answered() -> None:
             assert answer.status_code == 200
             async for _ in answer.aiter_bytes():
                 assert stage.gateway.bodies.shares.held_bytes == 0
+
+
+class Stalling(MemoryAnswers):
+    """A store whose first claim is written, and answered late or never."""
+
+    def __init__(self, lost: bool) -> None:
+        super().__init__(SystemClock(), ttl_s=60.0)
+        self._lost = lost
+        self.claimed = asyncio.Event()
+
+    async def claim(self, name: str, digest: str, claim: str) -> Claimed | Running | bytes | None:
+        found = await super().claim(name, digest, claim)
+        if not self.claimed.is_set():
+            self.claimed.set()
+            if self._lost:
+                raise StoreUnavailable("no answer in time")
+            await asyncio.sleep(HANG_S)
+        return found
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["the client leaves", "the store is silent"])
+async def test_a_claim_without_an_answer_is_not_waited_for(lost: bool) -> None:
+    stage, store = Stage(Settings(port=0, api_keys=("one",))), Stalling(lost)
+    stage.answers = store
+    stage.say(HELLO)
+    async with stage.standing(), stage.serving(), httpx.AsyncClient(base_url=stage.base_url) as client:
+        await stage.add("d1")
+        await forward(stage, "d1")
+        first = asyncio.create_task(client.post(CHAT, json=asked(CHAT), headers=keyed()))
+        await store.claimed.wait()
+        if lost:
+            assert (await first).status_code == 503
+        else:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        async with asyncio.timeout(LEASE_S / 2):
+            again = await client.post(CHAT, json=asked(CHAT), headers=keyed(), timeout=HANG_S)
+        assert again.status_code == 200
 
 
 async def test_clients_are_not_told_where_redis_is(caplog: pytest.LogCaptureFixture) -> None:

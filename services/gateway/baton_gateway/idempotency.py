@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import Conflict, InvalidRequest, StoreUnavailable
+from baton.errors import ClientGone, Conflict, InvalidRequest, StoreUnavailable
 from baton_gateway.idempotency_store import AnswerStore, Claimed, Running
 from baton_gateway.request_body import Part
 from baton_gateway.respond import while_connected
@@ -80,7 +80,12 @@ class Once:
             said = "this server keeps no answers: it has no Redis (`--redis-url`)"
             raise InvalidRequest(f"`Idempotency-Key`: {said}", param="Idempotency-Key")
         name = hashlib.sha256(f"{state['access'].tenant}\0{key}".encode()).hexdigest()
-        kept = await while_connected(receive, self._wait(self._store, name, digest))
+        try:
+            kept = await while_connected(receive, self._wait(self._store, name, digest))
+        except (ClientGone, StoreUnavailable):
+            # It may have claimed the key all the same, and nobody would renew the claim or answer.
+            self._gateway.spawn(self._release(self._store, name))
+            raise
         if kept is None:
             await self._make(self._store, name, take_body, scope, send)
             return
