@@ -315,7 +315,11 @@ class HandoffRank:
 
     def _reader_ended(self, key: bytes, reader: bytes) -> None:
         lease = self._leases[key]
-        del self._whole[reader], lease.generations[reader]
+        del self._whole[reader]
+        if lease.generations.pop(reader) > 1:
+            # It may have been opened again before its end was known here, and its blocks are about to be freed.
+            with self._logged("revoke"):
+                self.agent.revoke_lease(reader, final=True)
         if not lease.generations:
             self._lease_ended(key, lease)
 

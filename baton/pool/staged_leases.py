@@ -159,7 +159,9 @@ class StagedLeases:
         """Take away a reader whose lease of the slots has ended. The last one ends the lease."""
         if (lease := self._by_reader.pop(key, None)) is None:
             return
-        del lease.readers[key]
+        if lease.readers.pop(key).generation > 1 and last:
+            # It may have been opened again before its end was known here, and its slots are about to be given back.
+            self._agent.revoke_lease(key, final=True)
         if lease.readers:
             for event in last:
                 self._staging.tell(event)

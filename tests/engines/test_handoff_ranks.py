@@ -112,6 +112,22 @@ def test_lease_is_over_when_the_last_reader_is_done() -> None:
     assert step(rank, StepPlan()) == RankResults(sent={"r"})
 
 
+def test_lease_that_expires_as_it_is_opened_again_is_not_open_on_blocks_that_are_freed() -> None:
+    rank, agent = new_rank()
+    scheduler = HandoffScheduler(BLOCK)
+    scheduler.admit("r", prefill_handoff(), 64)
+    step(rank, scheduler.plan([scheduler.computes("r", [1], 0, 32)]))
+    scheduler.preempted("r")
+    step(rank, scheduler.plan([]))
+    agent.tell(EventKind.LEASE_ENDED, KEY, Cause.EXPIRED)
+    agent.calls.clear()
+    step(rank, scheduler.plan([scheduler.computes("r", [2, 3], 0, 64)]))
+    assert agent.calls[0] == ("open_lease", KEY)
+    assert agent.calls[-1] == ("revoke_lease", KEY, True)
+    assert scheduler.finished("r", computed=True) is True
+    assert step(rank, scheduler.plan([])) == RankResults(sent={"r"})
+
+
 def test_rank_whose_heads_are_read_elsewhere_leases_nothing_and_holds_nothing_up() -> None:
     rank, agent = new_rank(place(1, 2, kv_heads=1))
     scheduler = HandoffScheduler(BLOCK)

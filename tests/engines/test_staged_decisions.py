@@ -7,7 +7,13 @@ from recording_agent import RecordingAgent
 from baton.connectors.handoff import STAGING_WAIT_S, Handoff, HandoffLeg, HandoffScheduler, StepPlan
 from baton.connectors.place import RankPlace
 from baton.connectors.rank import HandoffRank, RankResults
-from baton.transfer import EventKind, Whole, rank_key
+from baton.pool.block_copies import BlockCopies
+from baton.pool.cells import CellTable
+from baton.pool.slot_queue import SlotQueue
+from baton.pool.staged_flows import Flow, Staging
+from baton.pool.staged_leases import StagedLeases
+from baton.transfer import Cause, EventKind, Pool, TransferEvent, Whole, rank_key
+from baton.transfer.device import host_copies
 from baton.transfer.layout import Layout
 
 BLOCK = 32
@@ -126,3 +132,21 @@ def test_the_agent_is_told_which_ranks_share_blocks() -> None:
         OTHER: None,
         LEASED_WHOLE: None,
     }
+
+
+def test_a_lease_that_expires_as_it_is_opened_again_is_not_open_on_slots_that_are_given_back() -> None:
+    agent, copies, told = RecordingAgent(), host_copies(), list[TransferEvent]()
+    pool = Pool(
+        layer_addresses=(0,), blocks=4, block_bytes=32, block_stride_bytes=32, block_tokens=BLOCK, fingerprint=""
+    )
+    queue: SlotQueue[Flow] = SlotQueue(CellTable(0, spare=4))
+    staging = Staging(pool, 1, queue, BlockCopies(copies, pool, pool), told.append)
+    leases = StagedLeases(agent, staging, lambda: None, lambda _lease: None, on_ask=False)
+    leases.open(KEY, agent.open_lease(KEY), KEY, 2)
+    leases.leave(KEY)
+    leases.open(KEY, agent.open_lease(KEY), KEY, 2)
+    expired = TransferEvent(kind=EventKind.LEASE_ENDED, key=KEY, cause=Cause.EXPIRED)
+    leases.leave(KEY, expired)
+    assert agent.calls[-1] == ("revoke_lease", KEY, True)
+    assert (told, queue.free) == ([expired], 4)
+    copies.close()
