@@ -46,6 +46,18 @@ async def test_when_it_is_away_for_long_the_worker_is_resynced() -> None:
     assert world.is_true(cache)
 
 
+async def test_what_it_wrote_without_an_answer_does_not_stay_there_for_ever() -> None:
+    world, cache = World(), Cache()
+    world.tell(cache, PATH)
+    world.store.loses_answers = True
+    for _ in range(3):
+        await world.spill.make_room()
+    world.store.loses_answers = False
+    world.tell(cache, PATH)
+    await world.spill.make_room()
+    assert world.index.branches == len(world.store.branches)
+
+
 def without_a_block(packed: bytes) -> bytes:
     """Return a branch one of whose ids is missing, though all is said of who holds it."""
     end = 4 + 16 * len(PATH)

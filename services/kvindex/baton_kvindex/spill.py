@@ -195,7 +195,12 @@ class Spill:
 
     async def _evict(self, store: ColdStore, index: ColdIndex, page: list[EvictedBranch]) -> None:
         self._elsewhere.add(index)
-        await store.put(page)
+        try:
+            await store.put(page)
+        except StoreUnavailable:
+            # They may have been written, in whole or in part, and the next attempt has names of its own.
+            index.garbage += [branch.name for branch in page]
+            raise
         index.garbage += [branch.name for branch in page if not index.evict(branch)]
 
     async def _drop_garbage(self, store: ColdStore, index: ColdIndex) -> None:

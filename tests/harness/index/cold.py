@@ -30,6 +30,8 @@ class Elsewhere:
         self.branches: dict[bytes, bytes] = {}
         self.asked = 0
         self.away = False
+        self.loses_answers = False
+        """Whether it writes branches and cannot say so."""
         self.written = asyncio.Event()
         self.may_end = asyncio.Event()
         self.may_end.set()
@@ -39,6 +41,8 @@ class Elsewhere:
         self.branches |= {each.name: each.packed() for each in branches}
         self.written.set()
         await self.may_end.wait()
+        if self.loses_answers:
+            raise StoreUnavailable("no answer in time")
 
     async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
         self.asked += 1
