@@ -52,7 +52,7 @@ from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
-from baton.connectors.sglang_handoffs import Handoffs
+from baton.connectors.sglang_handoffs import Handoffs, context_tokens_max
 from baton.connectors.sglang_kv import SERVES_WHOLE, SglangKv, kv_tensors, read_kv
 from baton.connectors.sglang_pool import SglangPool
 from baton.errors import ConfigurationError
@@ -152,7 +152,9 @@ class BatonScheduler(Scheduler):
             block_bytes=sum(tensor[: self.page_size].nbytes for tensor in kv_tensors(pool)),
             running_max=self.max_running_requests,
             step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
-            context_tokens_max=min(self.model_config.context_len, self.max_total_num_tokens),
+            context_tokens_max=context_tokens_max(
+                self.model_config.context_len, self.max_total_num_tokens, self.page_size
+            ),
             vocabulary=self.model_config.vocab_size,
             grammars=self.grammar_manager.grammar_backend is not None,
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -36,6 +36,17 @@ from baton.connectors.sglang_pool import SglangPool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+SPARE_PAGES: Final = 2
+"""Pages that a request needs beside those of its prompt and its answer before its KV is pulled."""
+
+
+def context_tokens_max(context_tokens: int, cache_tokens: int, page_tokens: int) -> int:
+    """Return how many tokens prompt and answer may have, where the cache may be smaller than the model's context.
+
+    A longer request would wait for room even in an empty cache, and all behind it. The prompt may begin a page more.
+    """
+    return min(context_tokens, cache_tokens - (SPARE_PAGES + 1) * page_tokens)
 
 
 @dataclass(slots=True)
@@ -272,7 +283,7 @@ class Handoffs:
 
         Requests that have their prompts' KV and cannot start would block each other.
         """
-        return min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + 2 * self._cache.page_size
+        return min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + SPARE_PAGES * self._cache.page_size
 
     # Calls from the cache.
 
