@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import zmq
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req  # pyright: ignore[reportPrivateUsage]
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_parallel
@@ -130,7 +131,14 @@ class BatonScheduler(Scheduler):
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
             kv_pool = self._kv_pool(described, rank, place, setup, pool_bytes) if pool_bytes else None
             self.handoffs = Handoffs(
-                self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots, ipc=setup.ipc
+                self.tree_cache,
+                rank,
+                agreement,
+                self._enqueue,
+                kv_pool,
+                owed_tokens=self._owed_tokens,
+                staging_slots=slots,
+                ipc=setup.ipc,
             )
             if described.device is None:
                 # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
@@ -290,6 +298,24 @@ class BatonScheduler(Scheduler):
 
     def _enqueue(self, req: Req) -> None:
         super()._add_request_to_queue(req)
+        queue = self.waiting_queue
+        if queue and queue[-1] is req and self.tree_cache.has_arrived(req.rid):
+            # It holds its KV: behind a retracted request that needs room, each of the two could wait for the other.
+            queue.insert(next(place for place, each in enumerate(queue) if each.is_retracted or each is req), req)
+            queue.pop()
+
+    def _owed_tokens(self) -> int:
+        """Return the room that SGLang's own requests need before KV is pulled or promoted for others.
+
+        A retracted request has lost all of its room. One whose prompt is half computed goes on in any case: without
+        room for the rest, SGLang's scheduler ends.
+        """
+        if any(req.is_retracted for req in self.waiting_queue):
+            return self.max_total_num_tokens
+        if (req := self.chunked_req) is None:
+            return 0
+        answer_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        return len(req.full_untruncated_fill_ids) - req.extend_end + answer_tokens + self.page_size
 
     def abort_request(self, recv_req: AbortReq) -> None:
         if self.handoffs is not None:

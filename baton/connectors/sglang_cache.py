@@ -121,6 +121,10 @@ class HandoffCache(UnifiedRadixCache):
             # For a prompt of one token nothing is pulled, and no request would take it.
             self.give_up(arrival)
 
+    def has_arrived(self, rid: str) -> bool:
+        """Return whether KV is offered to a request that SGLang has not scheduled yet."""
+        return rid in self._arrivals
+
     def give_up(self, arrival: Arrival) -> None:
         self.token_to_kv_pool_allocator.free(arrival.own_slots)
         self.unlock(arrival.lock)

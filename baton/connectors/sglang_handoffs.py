@@ -71,9 +71,11 @@ class Handoffs:
         enqueue: Callable[[Req], None],
         kv_pool: SglangPool | None = None,
         *,
+        owed_tokens: Callable[[], int] = lambda: 0,
         staging_slots: int = 0,
         ipc: bool = False,
     ) -> None:
+        """`owed_tokens`: returns the room in the cache that SGLang's own requests need first."""
         self.rank = rank
         self.kv_pool = kv_pool
         self.promoted_tokens = 0
@@ -83,6 +85,7 @@ class Handoffs:
         self._cache = cache
         self._agreement = agreement
         self._enqueue = enqueue
+        self._owed_tokens = owed_tokens
         self._staged = staging_slots > 0
         self._ipc = ipc
         self._decisions = HandoffScheduler(
@@ -276,7 +279,7 @@ class Handoffs:
 
     def _make_room(self, req: Req, tokens: int, spare_tokens: int) -> Arrival | None:
         promised = sum(pulling.spare_tokens for pulling in self._pulling.values())
-        return self._cache.make_room(req, tokens, spare_tokens + promised)
+        return self._cache.make_room(req, tokens, spare_tokens + promised + self._owed_tokens())
 
     def _spare_tokens(self, req: Req) -> int:
         """Return the room for a request's answer.
