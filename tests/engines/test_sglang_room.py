@@ -22,7 +22,7 @@ OPTIONS = {
 }
 SHORT = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 engines = engines_fixture(sglang=OPTIONS)
 
