@@ -2,6 +2,7 @@
 
 #include "tests/check.h"
 #include "transfer/core.h"
+#include "transfer/cuda_pool.h"
 #include "transfer/endpoint.h"
 #include "transfer/wire.h"
 
@@ -23,6 +24,19 @@ TEST(frames_survive_the_wire) {
   const frames::Ended ended{.pull = 5, .cause = Cause::stalled, .detail = "why"};
   const auto got_ended = decode<frames::Ended>(body_of(encode(ended)));
   CHECK(got_ended && got_ended->cause == Cause::stalled && got_ended->detail == "why");
+}
+
+// The handles or keys of many layers, and a grant of as many blocks as a chunk may have, on a GPU.
+TEST(offers_and_grants_arrive_whole) {
+  frames::Offer offer{.backend = "cuda-ipc", .offer = Blob(kBlobBytesMax)};
+  offer.offer.back() = 7;
+  const Blob frame = encode(offer);
+  CHECK(frame.size() <= kFrameBytesMax + kLengthBytes);
+  const auto got = decode<frames::Offer>(body_of(frame));
+  CHECK(got && got->offer == offer.offer);
+  const frames::Grant grant{.where = Blob(Limits{}.chunk_blocks * sizeof(std::uint32_t) + CudaGrant::kBytes)};
+  const auto got_grant = decode<frames::Grant>(body_of(encode(grant)));
+  CHECK(got_grant && got_grant->where == grant.where);
 }
 
 TEST(short_long_and_impossible_frames_are_refused) {

@@ -13,12 +13,10 @@
 namespace baton::transfer {
 namespace {
 
-constexpr std::size_t kOfferBytesMax = kFrameBytesMax - 256;
-
 class CudaIpcSource : public CudaServing {
  public:
   explicit CudaIpcSource(const Site& site) : CudaServing(site) {
-    if (offer().size() > kOfferBytesMax)
+    if (offer().size() > kBlobBytesMax)
       throw std::runtime_error("the handles of so many allocations do not fit a frame");
   }
   ~CudaIpcSource() override {

@@ -17,7 +17,6 @@ namespace {
 
 constexpr std::size_t kReadsUnderWay = 256;
 constexpr int kSteps = 64;  // After so many, other connections get their turn.
-constexpr std::size_t kOfferBytesMax = kFrameBytesMax - 256;
 
 void prepare(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) {
   fabrics.ucx = std::make_shared<UcxContext>(options, pool);
@@ -40,7 +39,7 @@ class UcxSource : public OneSidedSource {
     writer.put(proof_memory_.key());
     for (const UcxMemory& layer : context(site).layers()) writer.put(layer.key());
     RemotePool::of(site.pool).put(writer);
-    if (offer_.size() > kOfferBytesMax) throw std::runtime_error("the keys of so many layers do not fit a frame");
+    if (offer_.size() > kBlobBytesMax) throw std::runtime_error("the keys of so many layers do not fit a frame");
   }
 
   Blob offer() const override { return offer_; }

@@ -11,7 +11,7 @@ void Writer::put(const std::string& text) {
 }
 
 void Writer::put(const Blob& blob) {
-  const std::size_t size = std::min(blob.size(), kTextBytesMax);
+  const std::size_t size = std::min(blob.size(), kBlobBytesMax);
   put(static_cast<std::uint16_t>(size));
   out_.insert(out_.end(), blob.begin(), blob.begin() + static_cast<std::ptrdiff_t>(size));
 }
@@ -49,7 +49,7 @@ void Reader::get(std::string& text) {
 void Reader::get(Blob& blob) {
   std::uint16_t size = 0;
   get(size);
-  if (size > kTextBytesMax) ok_ = false;
+  if (size > kBlobBytesMax) ok_ = false;
   const Bytes taken = take(size);
   blob.assign(taken.begin(), taken.end());
 }

@@ -26,6 +26,7 @@ inline constexpr std::uint16_t kVersion = 5;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
+inline constexpr std::size_t kBlobBytesMax = kFrameBytesMax - 256;  // Leaves room for what else is in its frame.
 inline constexpr std::uint16_t kAllLayers = 0xFFFF;
 
 enum class FrameType : std::uint8_t {

@@ -16,18 +16,23 @@ import pytest
 from baton_native import DeviceMemory, GpuError, GpuUnavailable, layout
 from fake_library import FakeGpu
 from transfer_rig import (
+    BLOCK_TOKENS,
     KEY,
     SINK_BLOCKS,
     SOURCE_BLOCKS,
     TOKENS,
+    Fabric,
+    MakeAgent,
     MakeNode,
     Node,
+    Party,
     pull,
     pull_whole,
     wait_until,
 )
 
-from baton.transfer import Cause, EventKind, NativeAgent
+from baton.transfer import Cause, EventKind, NativeAgent, Pool
+from tests.harness.limits import HANG_S
 
 Order = Literal["NHD", "HND"]
 Form = Literal["split", "fused"]
@@ -291,6 +296,51 @@ def test_the_gpu_check_finds_all_right(fake_gpu: FakeGpu, tmp_path: Path) -> Non
     for goals, status in (([], 0), (["--goals"], 1)):
         idle = subprocess.run([*run, *goals], check=False, capture_output=True, text=True)
         assert (idle.returncode, idle.stdout) == (status, "nothing was measured: there is no NVIDIA driver here\n")
+
+
+# ---------------------------------------------------------------- large caches
+
+
+def test_small_blocks_move_as_many_at_once_as_a_chunk_may_have(make: MakeNode, fake_gpu: FakeGpu, way: str) -> None:
+    """A chunk has 1024 blocks at most; whoever reads that many itself is told where all of them are."""
+    blocks = range(1, 1025)
+    source, sink = (make(block_bytes=16, blocks=1025) for _ in range(2))
+    source.offer(KEY, blocks)
+    sink.agent.pull(
+        KEY, source.agent.endpoint, first_token=0, tokens=len(blocks) * BLOCK_TOKENS, blocks=blocks, budget_s=HANG_S
+    )
+    done = sink.wait_end(KEY)
+    assert (done.kind, done.backend) == (EventKind.PULL_DONE, way)
+    assert sink.holds(blocks) and sink.gaps_are_untouched()
+
+
+def test_layers_may_lie_in_many_allocations(make_agent: MakeAgent, fabric: Fabric, fake_gpu: FakeGpu, way: str) -> None:
+    """80 layers, each allocated by itself: their handles are more than 4 KiB."""
+    layers, block_bytes = 80, 64
+    parties = [Party(make_agent()) for _ in range(2)]
+    memories = [[DeviceMemory(block_bytes, 0, fabric.get("gpu_library", "")) for _ in range(layers)] for _ in parties]
+    for party, memory in zip(parties, memories, strict=True):
+        pool = Pool(
+            layer_addresses=tuple(layer.address for layer in memory),
+            blocks=1,
+            block_bytes=block_bytes,
+            block_stride_bytes=block_bytes,
+            block_tokens=BLOCK_TOKENS,
+            fingerprint="model",
+            device=0,
+        )
+        party.agent.set_pool(pool)
+    source, sink = parties
+    for number, layer in enumerate(memories[0]):
+        layer.fill(0, block_bytes, number)
+    generation = source.lease(KEY, [0])
+    source.agent.post_ready(KEY, generation, -1, BLOCK_TOKENS)
+    sink.agent.pull(KEY, source.agent.endpoint, first_token=0, tokens=BLOCK_TOKENS, blocks=[0], budget_s=HANG_S)
+    done = sink.wait_end(KEY)
+    assert (done.kind, done.backend) == (EventKind.PULL_DONE, way), done.detail
+    assert [layer.read(0, 1) for layer in memories[1]] == [bytes([number]) for number in range(layers)]
+    for party in parties:
+        party.agent.close()
 
 
 # ---------------------------------------------------------------- what it costs
