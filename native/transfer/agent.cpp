@@ -22,6 +22,8 @@ namespace baton::transfer {
 namespace {
 
 constexpr double kGoodbyeS = 0.2;  // Time at the end for frames that are still to be sent.
+constexpr double kLateS = 0.25;  // A step that comes so long after the core's alarm shows that the process stood still.
+constexpr double kCatchUpS = 0.1;  // Time to read what arrived meanwhile before that alarm.
 
 void check_backends(const Options& options) {
   if (options.backends.empty()) throw std::invalid_argument("at least one backend is needed");
@@ -119,6 +121,15 @@ void Agent::check_usable_locked() const {
   if (reports_.size() >= reports_max_) throw std::runtime_error("the agent's events are not being polled");
 }
 
+// Peers must not be taken for silent because nothing they sent could be read: the alarm that was missed is still ahead.
+double Agent::core_time_s_locked() {
+  const double time_s = now_s() - stood_still_s_, alarm_s = core_.wake_s();
+  const bool late = time_s > alarm_s + kLateS;
+  core_time_s_ = std::max(core_time_s_, late ? alarm_s - kCatchUpS : time_s);
+  if (late) stood_still_s_ += time_s - core_time_s_;
+  return core_time_s_;
+}
+
 void Agent::step(std::span<const Event> events) {
   const std::lock_guard lock(mutex_);
   step_locked(events);
@@ -126,7 +137,7 @@ void Agent::step(std::span<const Event> events) {
 
 void Agent::step_locked(std::span<const Event> events) {
   const bool quiet = reports_.empty();
-  for (Action& action : core_.step(now_s(), events)) {
+  for (Action& action : core_.step(core_time_s_locked(), events)) {
     if (auto* report = std::get_if<Report>(&action)) {
       reports_.push_back(std::move(*report));
     } else {
@@ -296,7 +307,8 @@ int Agent::timeout_ms() {
   const std::lock_guard lock(mutex_);
   if (!actions_.empty() || !happened_.empty()) return 0;
   if (stopping_) return 10;
-  double wake_s = accept_again_s_ == 0 ? core_.wake_s() : std::min(core_.wake_s(), accept_again_s_);
+  const double alarm_s = core_.wake_s() + stood_still_s_;
+  double wake_s = accept_again_s_ == 0 ? alarm_s : std::min(alarm_s, accept_again_s_);
   for (const Fence& fence : fences_) wake_s = std::min(wake_s, fence.until_s);
   for (const ConnectionId id : proving_) wake_s = std::min(wake_s, connections_.at(id).answer_by_s);
   const double left_s = wake_s - now_s();

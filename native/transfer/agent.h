@@ -75,6 +75,8 @@ class Agent {
   void close_all();
   bool watch_own(int fd, std::uint64_t token) const;
   static double now_s();
+  // Returns the core's time, which does not run while this process stands still.
+  double core_time_s_locked();
   void step(std::span<const Event> events);
   void step_locked(std::span<const Event> events);
   void check_usable_locked() const;
@@ -125,6 +127,8 @@ class Agent {
   std::deque<Report> reports_;
   std::string failure_;
   bool closed_ = false;
+  double core_time_s_ = 0;    // The time of the core's last step.
+  double stood_still_s_ = 0;  // Total time that the core's time leaves out.
 
   std::atomic<bool> stopping_ = false;
   Pool pool_;                                // Written once, before any chunk can be requested, as are the next two.

@@ -122,7 +122,7 @@ MUTATIONS = [
     Mutation(
         "the thread does not wake for alarms",
         "transfer/agent.cpp",
-        "  double wake_s = accept_again_s_ == 0 ? core_.wake_s() :",
+        "  double wake_s = accept_again_s_ == 0 ? alarm_s :",
         "  double wake_s = accept_again_s_ == 0 ? now_s() + 4000 :",
         "agents_wake",
     ),
