@@ -1,4 +1,6 @@
 // A connection by itself: frames and payloads that are cut anywhere, stopped, too long, or unrequested.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -6,6 +8,7 @@
 
 #include "hash/crc32c.h"
 #include "tests/check.h"
+#include "transfer/sockets.h"
 #include "transfer/tcp.h"
 
 using namespace baton::transfer;
@@ -191,4 +194,15 @@ TEST(streams_find_the_frame_behind_a_payload_that_nobody_wants) {
   ends.serve(3, bytes);
   CHECK(ends.source.flush() && ends.source.send(encode(frames::KeepAlive{5})) && ends.run());
   CHECK(ends.order() == std::vector<std::int64_t>({-3, 5}) && ends.at_sink.empty());
+}
+
+// What was sent to a host that vanished is unacknowledged, which stops the probes that would find that out.
+TEST(a_connection_ends_when_nothing_is_acknowledged) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  tune(fd);
+  unsigned timeout_ms = 0;
+  socklen_t size = sizeof timeout_ms;
+  const bool known = ::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout_ms, &size) == 0;
+  ::close(fd);
+  CHECK(known && timeout_ms == 25'000);
 }
