@@ -22,6 +22,7 @@ namespace baton::transfer {
 namespace {
 
 constexpr double kGoodbyeS = 0.2;  // Time at the end for frames that are still to be sent.
+constexpr double kSleepS = 3600;   // Longest sleep of the thread: for later alarms it sleeps again.
 constexpr double kLateS = 0.25;  // A step that comes so long after the core's alarm shows that the process stood still.
 constexpr double kCatchUpS = 0.1;  // Time to read what arrived meanwhile before that alarm.
 
@@ -313,7 +314,7 @@ int Agent::timeout_ms() {
   for (const ConnectionId id : proving_) wake_s = std::min(wake_s, connections_.at(id).answer_by_s);
   const double left_s = wake_s - now_s();
   if (left_s <= 0) return 0;
-  return left_s > 3600 ? -1 : static_cast<int>(std::ceil(left_s * 1000));
+  return static_cast<int>(std::ceil(std::min(left_s, kSleepS) * 1000));
 }
 
 // Ends, because each round only does what the rounds before, or callers, have caused.
