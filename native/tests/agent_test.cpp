@@ -1,4 +1,5 @@
 // Whole agents with their threads, under several callers at once: what the sanitizers are for.
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -6,6 +7,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <random>
 
@@ -375,4 +377,54 @@ TEST(agents_tell_an_end_once_adapters_write_no_more) {
   baton::tests::kAdapters.hold(0);
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   CHECK(sink.holds(5, 9));
+}
+
+namespace {
+
+// The highest descriptor that is an epoll instance: that of the agent made last.
+int newest_epoll() {
+  int newest = -1;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const bool is_one = std::filesystem::read_symlink(entry, gone) == "anon_inode:[eventpoll]";
+    if (is_one) newest = std::max(newest, std::stoi(entry.path().filename()));
+  }
+  return newest;
+}
+
+bool is_readable(int fd) {
+  pollfd waiting{fd, POLLIN, 0};
+  return ::poll(&waiting, 1, 0) == 1;
+}
+
+}  // namespace
+
+// Whoever polls when the descriptor says so gets what was reported before, and then the failure.
+TEST(agents_tell_a_failure_after_the_reports_before_it) {
+  Node node("tcp");
+  node.agent.open_lease(key_of(1), -1);
+  node.agent.command(RevokeLease{key_of(1), true});
+  const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  CHECK(::dup2(nothing, newest_epoll()) >= 0);
+  ::close(nothing);
+  bool failed = false;
+  for (int tries = 0; tries < 1000 && !failed; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    try {
+      node.agent.open_lease(key_of(2), -1);  // Wakes the thread.
+      node.agent.command(RevokeLease{key_of(2), false});
+    } catch (const std::invalid_argument&) {
+    } catch (const std::runtime_error&) {
+      failed = true;
+    }
+  }
+  CHECK(failed && is_readable(node.agent.fileno()));
+  CHECK(node.agent.poll().size() == 1);
+  CHECK(is_readable(node.agent.fileno()));
+  try {
+    (void)node.agent.poll();
+    CHECK(!"a failure that is not told");
+  } catch (const std::runtime_error& error) {
+    CHECK(std::string(error.what()).starts_with("the transfer agent failed"));
+  }
 }

@@ -146,6 +146,10 @@ void Agent::step_locked(std::span<const Event> events) {
     }
   }
   if (!quiet || reports_.empty()) return;
+  announce();
+}
+
+void Agent::announce() const {
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(notify_fd_, &one, sizeof one);
 }
@@ -244,7 +248,10 @@ std::vector<Report> Agent::poll() {
   [[maybe_unused]] const auto taken = ::read(notify_fd_, &count, sizeof count);
   std::vector<Report> reports(std::make_move_iterator(reports_.begin()), std::make_move_iterator(reports_.end()));
   reports_.clear();
-  if (reports.empty() && !failure_.empty()) throw std::runtime_error("the transfer agent failed: " + failure_);
+  if (!failure_.empty()) {
+    if (reports.empty()) throw std::runtime_error("the transfer agent failed: " + failure_);
+    announce();  // The failure is still to be told.
+  }
   return reports;
 }
 
@@ -275,8 +282,7 @@ void Agent::run() {
   } catch (const std::exception& error) {
     const std::lock_guard lock(mutex_);
     failure_ = error.what();
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto written = ::write(notify_fd_, &one, sizeof one);
+    announce();
   }
   connections_.clear();
   fabrics_ = {};

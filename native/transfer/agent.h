@@ -81,6 +81,7 @@ class Agent {
   void step_locked(std::span<const Event> events);
   void check_usable_locked() const;
   void wake() const;
+  void announce() const;
 
   // Called by the progress thread only.
   void run();
