@@ -235,6 +235,7 @@ void Agent::post_ready_after(PostReady ready, std::uint64_t stream) {
   std::shared_ptr<CudaPool> cuda;
   {
     const std::lock_guard lock(mutex_);
+    check_usable_locked();
     cuda = fabrics_.cuda;
   }
   if (cuda == nullptr) throw std::invalid_argument("this agent's pool does not lie in CUDA memory");
@@ -285,7 +286,9 @@ void Agent::run() {
     announce();
   }
   connections_.clear();
-  fabrics_ = {};
+  Fabrics unused;  // Another thread may be posting what its stream will release.
+  const std::lock_guard lock(mutex_);
+  std::swap(unused, fabrics_);
 }
 
 void Agent::run_until_stopped() {
