@@ -1,4 +1,7 @@
+#include <algorithm>
+#include <iterator>
 #include <random>
+#include <utility>
 
 #include "tests/check.h"
 #include "transfer/core.h"
@@ -101,4 +104,24 @@ TEST(a_core_survives_random_frames) {
     for (const Action& action : core.step(0, events)) CHECK(!std::holds_alternative<Serve>(action));
     CHECK(core.stats().leases == 1);
   }
+}
+
+// Packets that are lost without a word, for a while: the kernel's own attempts grow as rare as that while was long.
+TEST(a_source_that_does_not_answer_is_tried_anew) {
+  Core sink(Options{.secret = "s", .incarnation = 1});
+  sink.set_geometry({"model", 2, 8, 64, 16});
+  std::vector<double> tried_s;
+  std::vector<Event> events;
+  for (std::uint8_t pulls = 0; pulls < 60; ++pulls) {
+    const double now_s = 0.5 * pulls;
+    const std::vector<Event> pull = {StartPull{{pulls}, "h:1/0000000000000001", 0, 16, {1}, 20}};
+    std::vector<Action> actions = sink.step(now_s, pull);
+    std::ranges::move(sink.step(now_s, std::exchange(events, {})), std::back_inserter(actions));
+    for (const Action& action : actions) {
+      if (std::holds_alternative<Connect>(action)) tried_s.push_back(now_s);
+      if (const auto* close = std::get_if<Close>(&action)) events.push_back(Closed{close->connection, close->detail});
+      if (const auto* stop = std::get_if<StopPlacing>(&action)) events.push_back(PlacingStopped{stop->pull});
+    }
+  }
+  CHECK(tried_s.size() == 3 && tried_s[1] < 12);
 }

@@ -61,7 +61,7 @@ void Sink::pull(double now_s, const StartPull& command) {
   if (peer.lingering) {
     peer.lingering = false;
     peer.give_up_s = now_s + options_.connect_timeout_s;
-    out_.wake_at(peer.give_up_s);
+    out_.wake_at(std::min(peer.retry_s, peer.give_up_s));
   }
 
   Pull pull;

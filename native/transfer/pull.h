@@ -164,6 +164,7 @@ class Sink {
   void reach(double now_s, Peer& peer);
   void lead(double now_s, Peer& peer, ConnectionId connection);
   void follow(double now_s, Peer& peer, const std::string& detail);
+  void end_attempts(double now_s, Peer& peer);
   void forget(Peer& peer);
   [[nodiscard]] std::size_t lanes_on(const Peer& peer, std::size_t rail) const;
   void widen(double now_s, Peer& peer);

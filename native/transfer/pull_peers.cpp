@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::uint32_t kRefusalsMax = 2;   // On every rail. One may be a firewall's, while its rules are changed.
 constexpr std::uint32_t kFruitlessMax = 3;  // Fewer may be a source that restarts.
+constexpr double kAttemptS = 10;            // As for a handshake. Where nothing answers, the kernel's tries grow rare.
 
 }  // namespace
 
@@ -200,11 +201,26 @@ void Sink::forget(Peer& peer) {
   }
 }
 
+// While no lane is ready, a rail is tried anew only once its last attempt has ended.
+void Sink::end_attempts(double now_s, Peer& peer) {
+  for (auto& [connection, lane] : peer.lanes) {
+    if (lane.closing) continue;
+    const double give_up_s = lane.heard_s + kAttemptS;
+    lane.closing = now_s >= give_up_s;
+    if (lane.closing) {
+      out_.put(Close{connection, "no answer"});
+    } else {
+      out_.wake_at(give_up_s);
+    }
+  }
+}
+
 void Sink::tick_peers(double now_s) {
   for (auto at = peers_.begin(); at != peers_.end();) {
     Peer& peer = at->second;
     const bool wanted = peer.pulls > 0 || !peer.releases.empty();
     bool forgotten = false;
+    if (peer.control == 0) end_attempts(now_s, peer);
     if (peer.control != 0) {
       forgotten = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;
       if (!wanted && !forgotten) out_.wake_at(peer.idle_since_s + options_.limits.idle_s);
