@@ -379,6 +379,26 @@ TEST(agents_tell_an_end_once_adapters_write_no_more) {
   CHECK(sink.holds(5, 9));
 }
 
+// The memory may be freed once `close` has returned, whoever called it first.
+TEST(agents_that_are_closed_twice_at_once_write_no_more) {
+  Node source("verbs"), sink("verbs");
+  for (const std::uint32_t block : {0, 1}) source.fill(block, 1);
+  offer(source, 1, {0});
+  sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {4}, 20});
+  CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // The connection stands.
+  baton::tests::kAdapters.hold(1);
+  offer(source, 2, {1});
+  sink.agent.command(StartPull{key_of(2), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // Its reads are under way.
+  std::thread first([&] { sink.agent.close(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  sink.agent.close();
+  sink.fill(5, 9);
+  baton::tests::kAdapters.hold(0);
+  first.join();
+  CHECK(sink.holds(5, 9));
+}
+
 namespace {
 
 // The highest descriptor that is an epoll instance: that of the agent made last.

@@ -262,6 +262,7 @@ Stats Agent::stats() {
 }
 
 void Agent::close() {
+  const std::lock_guard closing(closing_);  // Whoever comes second returns when nothing is written any more, too.
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;

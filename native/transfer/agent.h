@@ -131,6 +131,7 @@ class Agent {
   double core_time_s_ = 0;    // The time of the core's last step.
   double stood_still_s_ = 0;  // Total time that the core's time leaves out.
 
+  std::mutex closing_;  // Held for the whole of `close`.
   std::atomic<bool> stopping_ = false;
   Pool pool_;                                // Written once, before any chunk can be requested, as are the next two.
   std::optional<layout::Pool> layout_pool_;  // The same with its layout, if it has one.
