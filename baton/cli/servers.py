@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,8 @@ PORTS: Final = range(20_000, 32_000)
 """Ports to choose from, below Linux's ephemeral ones (`ip_local_port_range`)."""
 PAYLOAD_BYTES_MAX: Final = 8 << 20
 START_TIMEOUT_S: Final = 15.0
+_TURNS: Final = count(secrets.randbelow(len(PORTS)))
+"""A walk over the ports from a random start, so that two calls in one process do not get one port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +39,20 @@ class Server:
 def free_port() -> int:
     """Return a loopback port that is free now.
 
-    It is no ephemeral port, which the kernel could give to a connection before the server binds it.
+    It is no ephemeral port, which the kernel could give to a connection before the server binds it, and none that this
+    process was given lately, whose server may not listen yet.
     """
     while True:
-        port = PORTS[secrets.randbelow(len(PORTS))]
+        port = PORTS[next(_TURNS) % len(PORTS)]
         with closing(socket.socket()) as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
 
 
-def free_ports(count: int, *, but: int) -> list[int]:
-    """Return `count` different free ports for processes that do not listen yet; none of them is `but`."""
+def free_ports(number: int, *, but: int) -> list[int]:
+    """Return `number` different free ports for processes that do not listen yet; none of them is `but`."""
     ports: set[int] = set()
-    while len(ports) < count:
+    while len(ports) < number:
         ports.add(free_port())
         ports.discard(but)
     return list(ports)

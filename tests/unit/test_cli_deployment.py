@@ -185,6 +185,10 @@ def test_a_port_that_is_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> N
         assert {free_port() for _ in range(20)} == {unused}
 
 
+def test_a_free_port_is_not_given_twice_before_its_server_listens() -> None:
+    assert len({free_port() for _ in range(500)}) == 500
+
+
 def test_ports_for_processes_that_do_not_listen_yet_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = {free_port() for _ in range(4)}
     monkeypatch.setattr(servers, "PORTS", tuple(ports))
