@@ -441,6 +441,7 @@ check: environment-vllm
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports --no-logo
 	.venv/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
+	.venv/bin/python native/tests/mutations.py --texts
 	.venv/bin/basedpyright --pythonpath .venv-vllm/bin/python
 
 format: environment

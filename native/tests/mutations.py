@@ -1,7 +1,7 @@
 """Faults that the C++ tests must find: each is planted in a copy of the sources, built, and looked for.
 
 `python native/tests/mutations.py [--jobs N] [NAME…]` prints what found each, and fails where one is not found, or where
-its text no longer occurs exactly once in the file it names, so the list cannot rot.
+its text no longer occurs exactly once in the file it names, so the list cannot rot. `--texts` looks for the texts only.
 """
 
 # This is a program that prints.
@@ -25,6 +25,7 @@ OPERATIONS = 500_000
 LIMIT_S = 300
 """Time limit of one run: a fault that makes a test hang counts as found."""
 
+ROTTEN = "its text does not occur exactly once"
 
 MUTATIONS = [
     *leases.MUTATIONS,
@@ -36,13 +37,13 @@ MUTATIONS = [
 ]
 
 
-def plant(mutation: Mutation, tree: Path) -> bool:
+def occurs_once(mutation: Mutation, tree: Path) -> bool:
+    return (tree / mutation.file).read_text().count(mutation.text) == 1
+
+
+def plant(mutation: Mutation, tree: Path) -> None:
     path = tree / mutation.file
-    source = path.read_text()
-    if source.count(mutation.text) != 1:
-        return False
-    path.write_text(source.replace(mutation.text, mutation.replacement))
-    return True
+    path.write_text(path.read_text().replace(mutation.text, mutation.replacement))
 
 
 def build(tree: Path, target: str) -> str:
@@ -68,9 +69,10 @@ def prepare(tree: Path) -> None:
 
 def look_for(mutation: Mutation, tree: Path) -> str:
     """Return what is wrong: the mutation was not found, or could not be looked for."""
+    if not occurs_once(mutation, tree):
+        return ROTTEN
     before = (tree / mutation.file).read_text()
-    if not plant(mutation, tree):
-        return "its text does not occur exactly once"
+    plant(mutation, tree)
     program = "baton_model" if mutation.test == "model" else "baton_tests"
     arguments = ["--operations", str(OPERATIONS)] if mutation.test == "model" else [mutation.test]
     try:
@@ -93,9 +95,15 @@ def look_for(mutation: Mutation, tree: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--texts", action="store_true", help="only look whether each text occurs once")
     parser.add_argument("names", nargs="*", help="only mutations whose names contain one of these")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.names or any(name in m.name for name in options.names)]
+    if options.texts:
+        rotten = [mutation for mutation in chosen if not occurs_once(mutation, NATIVE)]
+        for mutation in rotten:
+            print(f"PROBLEM    {mutation.name}: {ROTTEN} in {mutation.file}")
+        return 1 if rotten else 0
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="baton-mutations-") as scratch:
         trees = [Path(scratch) / str(number) for number in range(options.jobs)]

@@ -145,8 +145,8 @@ MUTATIONS = [
     Mutation(
         "keep-alives do not keep a lease",
         "transfer/lease_readers.cpp",
-        "  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end()) claim(now_s, lease->second);\n",
-        "",
+        "    claim(now_s, reader->second.ask.key, lease->second);\n",
+        "    (void)now_s;\n",
     ),
     Mutation(
         "an end is not told to the sinks",
