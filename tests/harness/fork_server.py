@@ -67,6 +67,7 @@ class Request:
 def forked(environ: Mapping[str, str], kind: Kind = "services") -> dict[str, str]:
     """Return the environment for a Python process that is to be forked when it is started from here."""
     subprocess._fork_exec = _fork_or_execute  # pyright: ignore
+    subprocess._USE_POSIX_SPAWN = False  # pyright: ignore  # Python 3.13 would seldom come here.
     return {**environ, MARK: kind}
 
 
