@@ -87,7 +87,7 @@ def use_every_rail(source: Node, sink: Node, rails: list[str]) -> None:
     """Pull until each rail has carried a part, then drop the events."""
     used: set[str] = set()
     while len(used) < len(rails):
-        source.offer(WARMING, MANY)
+        source.offer_as_is(WARMING, MANY)
         done = pull(sink, endpoint(source, rails), WARMING, MANY)
         source.wait(EventKind.LEASE_RELEASED)
         # On a busy machine a rail may seem so slow that some pulls do without it.

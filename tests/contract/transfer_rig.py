@@ -218,6 +218,10 @@ class Node(Party):
     def offer(self, key: bytes, blocks: Sequence[int], *, seed: int = 0) -> int:
         """Fill the blocks and open a lease of them, with all layers ready."""
         self.fill(blocks, seed)
+        return self.offer_as_is(key, blocks)
+
+    def offer_as_is(self, key: bytes, blocks: Sequence[int]) -> int:
+        """Open a lease of blocks with whatever they hold, with all layers ready."""
         generation = self.lease(key, blocks)
         tokens = len(blocks) * BLOCK_TOKENS
         self.agent.post_ready(key, generation, -1, tokens)
