@@ -11,15 +11,16 @@ from dataclasses import replace
 from typing import Final
 
 from baton import subjects
-from baton.blocks import BLOCK_TOKENS_DEFAULT, hash_blocks, root_key
+from baton.blocks import BLOCK_TOKENS_DEFAULT, ID_BYTES, hash_blocks, root_key
 from baton.bus import Bus
 from baton.clock import Clock
 from baton.connectors.pool_lending import Loan
 from baton.engines.engine import Engine, EngineFacts, EngineRequest
-from baton.errors import BatonError
+from baton.errors import BatonError, MalformedMessage
 from baton.messages.attempts import Busy, Lend, Lent
 from baton.messages.base import Context, pack_tokens
-from baton.transfer import lease_key
+from baton.messages.workers import RANKS_MAX
+from baton.transfer import KEY_BYTES, lease_key
 from baton.worker.rates import Rates
 
 _log = logging.getLogger("baton.worker")
@@ -40,7 +41,8 @@ class Loans:
         self._worker = worker
 
     async def answer(self, lend: Lend) -> Lent | Busy:
-        """Lend what the pool holds. Raises EngineFailed."""
+        """Lend what the pool holds. Raises MalformedMessage for what no engine can lend, and EngineFailed."""
+        _check(lend)
         tokens = 0
         if self._facts.pool_agents:
             tokens = await self._engine.lend(lend.key, lend.blocks, lend.sink_ranks)
@@ -79,3 +81,13 @@ class Loans:
         deadline_s = began_s + self._rates.prefill_s(lent_tokens, min(answer.tokens, len(tokens)))
         loan = Loan(key=key, endpoints=answer.agents, tokens=answer.tokens, lender=answer.worker, deadline_s=deadline_s)
         return replace(request, loan=loan)
+
+
+def _check(lend: Lend) -> None:
+    # The engine's scheduler acts on it between two steps of all requests, so what would stop it there ends here.
+    if len(lend.key) != KEY_BYTES:
+        raise MalformedMessage(f"the key of a loan has {KEY_BYTES} bytes, not {len(lend.key)}")
+    if len(lend.blocks) % ID_BYTES:
+        raise MalformedMessage(f"{len(lend.blocks)} bytes are no whole number of block ids")
+    if not 0 <= lend.sink_ranks <= RANKS_MAX:
+        raise MalformedMessage(f"a borrower of {lend.sink_ranks} ranks; there are at most {RANKS_MAX}")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from baton import subjects
@@ -15,7 +16,7 @@ from baton.clock import SystemClock
 from baton.connectors.pool_lending import Loan
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
 from baton.engines.scripted import ScriptedEngine
-from baton.errors import Unavailable
+from baton.errors import MalformedMessage, Unavailable
 from baton.messages.attempts import Busy, Lend, Lent, Sampling
 from baton.messages.base import ErrorReport, Refused, pack_tokens
 from baton.messages.codec import AnyMessage
@@ -150,3 +151,27 @@ async def test_a_lender_answers_with_what_its_pool_leases(held: int, pool: bool)
         assert answer == Lent(worker="worker", tokens=640, agents=FACTS.pool_agents)
     else:
         assert isinstance(answer, Busy)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"key": b"short"}, "16 bytes, not 5"),
+        ({"blocks": bytes(40)}, "no whole number of block ids"),
+        ({"sink_ranks": -1}, "a borrower of -1 ranks"),
+        ({"sink_ranks": 1 << 40}, "a borrower of 1099511627776 ranks"),
+    ],
+)
+async def test_what_no_engine_can_lend_does_not_reach_it(odd: dict[str, object], reason: str) -> None:
+    _, (lend,) = await borrow(_busy)
+    bus, asked = MemoryBus(MemoryNetwork()), list[bytes]()
+
+    class Asked(Lender):
+        async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+            asked.append(key)
+            return 0
+
+    with pytest.raises(MalformedMessage, match=reason):
+        await loans(bus, engine=Asked(FACTS)).answer(msgspec.structs.replace(lend, **odd))
+    assert asked == []
+    await bus.close()
