@@ -125,7 +125,7 @@ class KvFile:
         try:
             if size > self._geometry.file_bytes(self.slots):
                 os.ftruncate(self._fd, self._geometry.file_bytes(self.slots))
-            os.posix_fallocate(self._fd, 0, self._geometry.file_bytes(self.slots))
+            self._reserve(size)
             page[:] = encode_file_header(content)
             os.pwritev(self._fd, [page], 0)
         except OSError as error:
@@ -133,6 +133,15 @@ class KvFile:
                 f"the KV file {self.path} cannot have {self._geometry.file_bytes(self.slots)} bytes: {error.strerror}",
                 param="kv_file_bytes",
             ) from error
+
+    def _reserve(self, size: int) -> None:
+        """Reserve the file's space. `size`: what it had before. Raises OSError, with no more space taken than that."""
+        try:
+            os.posix_fallocate(self._fd, 0, self._geometry.file_bytes(self.slots))
+        except OSError:
+            # File systems keep what they could reserve, which may be all that the disk had left.
+            os.ftruncate(self._fd, min(size, self._geometry.file_bytes(self.slots)))
+            raise
 
 
 def _open(path: Path, *, direct: bool) -> tuple[int, bool]:

@@ -319,6 +319,28 @@ def test_a_write_that_does_not_end_delays_no_read(tmp_path: Path) -> None:
     assert pool.slots == SLOTS
 
 
+def test_a_file_for_which_the_disk_has_no_room_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    with opened(tmp_path, pool) as file:
+        fill(pool, 0, b"kept")
+        file.write(0, block(1), 0)
+    before_bytes = (tmp_path / "kv").stat().st_size
+    reserve = os.posix_fallocate
+
+    def reserve_half(fd: int, offset: int, size: int) -> None:
+        # As ext4 does: what was free is the file's, though it is not enough.
+        reserve(fd, offset, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_half)
+    with pytest.raises(ConfigurationError, match="No space left"), opened(tmp_path, pool, slots=8 * SLOTS):
+        pass
+    assert (tmp_path / "kv").stat().st_size == before_bytes
+    monkeypatch.undo()
+    with opened(tmp_path, pool) as file:
+        assert found(file) == {0: block(1)}
+
+
 def test_a_full_disk_is_said_once_and_writes_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = HeldFile(tmp_path / "kv", make_pool())
     file.answers.set()
