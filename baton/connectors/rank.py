@@ -108,12 +108,13 @@ class HandoffRank:
 
     def begin(self, plan: StepPlan) -> None:
         """Start everything that runs beside this step. Pulls write only blocks that the step does not touch."""
+        self._idle = not plan.computes
+        self._computing = [(lease, step) for step in plan.leases if (lease := self._lease_step(step)) is not None]
+        # After the leases: one that has ended and is to be opened again on other blocks stays ended.
         for key in plan.held:
             if lease := self._leases.get(key):
                 lease.held = True
                 self._settle(key, lease)
-        self._idle = not plan.computes
-        self._computing = [(lease, step) for step in plan.leases if (lease := self._lease_step(step)) is not None]
         for key, endpoints in plan.release:
             # A source that is not told frees by its time limit.
             with self._logged("release"):

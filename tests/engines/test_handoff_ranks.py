@@ -128,6 +128,22 @@ def test_lease_that_expires_as_it_is_opened_again_is_not_open_on_blocks_that_are
     assert step(rank, scheduler.plan([])) == RankResults(sent={"r"})
 
 
+def test_lease_that_ended_is_not_opened_again_with_the_step_after_which_its_blocks_are_freed() -> None:
+    rank, agent = new_rank()
+    scheduler = HandoffScheduler(BLOCK)
+    scheduler.admit("r", prefill_handoff(), 64)
+    step(rank, scheduler.plan([scheduler.computes("r", [1, 2], 0, 64)]))
+    agent.tell(EventKind.LEASE_RELEASED, KEY)
+    assert step(rank, StepPlan()) == RankResults()
+    agent.calls.clear()
+    # SGLang's cache had the same prompt by the time the request ended, which moved to that one's blocks.
+    assert scheduler.finished("r", computed=True) is True
+    scheduler.preempted("r")
+    assert step(rank, scheduler.plan([scheduler.computes("r", [3, 4], 64, 64)])) == RankResults(sent={"r"})
+    assert agent.calls == []
+    assert not rank.is_active
+
+
 def test_rank_whose_heads_are_read_elsewhere_leases_nothing_and_holds_nothing_up() -> None:
     rank, agent = new_rank(place(1, 2, kv_heads=1))
     scheduler = HandoffScheduler(BLOCK)
