@@ -137,6 +137,7 @@ class BatonScheduler(Scheduler):
                 self._enqueue,
                 kv_pool,
                 owed_tokens=self._owed_tokens,
+                growing_tokens=self._growing_tokens,
                 staging_slots=slots,
                 ipc=setup.ipc,
             )
@@ -314,8 +315,21 @@ class BatonScheduler(Scheduler):
             return self.max_total_num_tokens
         if (req := self.chunked_req) is None:
             return 0
-        answer_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return len(req.full_untruncated_fill_ids) - req.extend_end + answer_tokens + self.page_size
+        return len(req.full_untruncated_fill_ids) - req.extend_end + self._answer_tokens(req)
+
+    def _growing_tokens(self) -> int:
+        """Return the room into which what runs may grow.
+
+        SGLang retracts all but one for room, and aborts the last one if that is not enough: it cannot take back what is
+        pulled. So the longest answer counts.
+        """
+        running = (req for req in self.collect_inflight_reqs() if req is not self.chunked_req and not req.finished())
+        return max((self._answer_tokens(req) for req in running), default=0)
+
+    def _answer_tokens(self, req: Req) -> int:
+        """Return the room that the rest of an answer needs; a page more, since it may begin one."""
+        tokens_left = req.sampling_params.max_new_tokens - len(req.output_ids)
+        return min(tokens_left, CLIP_MAX_NEW_TOKENS) + self.page_size
 
     def abort_request(self, recv_req: AbortReq) -> None:
         if self.handoffs is not None:

@@ -72,10 +72,12 @@ class Handoffs:
         kv_pool: SglangPool | None = None,
         *,
         owed_tokens: Callable[[], int] = lambda: 0,
+        growing_tokens: Callable[[], int] = lambda: 0,
         staging_slots: int = 0,
         ipc: bool = False,
     ) -> None:
-        """`owed_tokens`: returns the room in the cache that SGLang's own requests need first."""
+        """`owed_tokens`: returns the room in the cache that SGLang's own requests need first; `growing_tokens`: that
+        into which the running ones may grow."""
         self.rank = rank
         self.kv_pool = kv_pool
         self.promoted_tokens = 0
@@ -86,6 +88,7 @@ class Handoffs:
         self._agreement = agreement
         self._enqueue = enqueue
         self._owed_tokens = owed_tokens
+        self._growing_tokens = growing_tokens
         self._staged = staging_slots > 0
         self._ipc = ipc
         self._decisions = HandoffScheduler(
@@ -279,7 +282,9 @@ class Handoffs:
 
     def _make_room(self, req: Req, tokens: int, spare_tokens: int) -> Arrival | None:
         promised = sum(pulling.spare_tokens for pulling in self._pulling.values())
-        return self._cache.make_room(req, tokens, spare_tokens + promised + self._owed_tokens())
+        # What runs may use the room of answers that have not begun, which then wait for its end.
+        answers_tokens = max(spare_tokens + promised, self._growing_tokens())
+        return self._cache.make_room(req, tokens, answers_tokens + self._owed_tokens())
 
     def _spare_tokens(self, req: Req) -> int:
         """Return the room for a request's answer.

@@ -58,3 +58,16 @@ async def test_a_retracted_request_and_one_whose_kv_is_here_do_not_wait_for_each
     async with asyncio.timeout(2 * HANG_S):
         answers = await asyncio.gather(pair.hand_off(pair.prompt(800), SHORT), *running)
     assert len(answers[0].tokens) == 12
+
+
+async def test_an_answer_has_room_to_grow_beside_kv_that_is_long_in_coming(pair: Pair) -> None:
+    lasting = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
+    before = pair.decode.load().prompt_tokens_computed
+    running = asyncio.create_task(collect(pair.decode, pair.request(pair.prompt(900), lasting)))
+    await eventually(lambda: pair.decode.load().prompt_tokens_computed >= before + 900)
+    prefill = pair.request(pair.prompt(900), SHORT, leg=Leg.PREFILL)
+    decode = pair.request(prefill.tokens, SHORT, leg=Leg.DECODE, name=prefill.request, budget_s=4 * HANG_S)
+    pulling = asyncio.create_task(collect(pair.decode, decode))
+    assert len((await running).tokens) == 400
+    await collect(pair.prefill, prefill)
+    assert len((await pulling).tokens) == 12
