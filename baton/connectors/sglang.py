@@ -338,6 +338,12 @@ class BatonScheduler(Scheduler):
                 self.send_abort_output(_make_abort_req(req, finished_reason=recv_req.finished_reason), req)
         super().abort_request(recv_req)
 
+    def send_abort_output(self, abort_req: AbortReq, req: Req) -> None:
+        # Of a request that SGLang aborts for lack of room, and of one whose KV did not come, nothing else tells.
+        if self.handoffs is not None:
+            self.handoffs.dropped(req)
+        super().send_abort_output(abort_req, req)
+
     def _release_aborted_request(self, req: Req) -> None:
         super()._release_aborted_request(req)
         if self.handoffs is not None:

@@ -156,7 +156,7 @@ class Handoffs:
         return ended
 
     def dropped(self, req: Req) -> None:
-        """Note that SGLang took a request out of its queue, or stopped computing its prompt."""
+        """Note that SGLang took a request out of its queue, or aborted it. May be told twice."""
         self._forget(req)
         self._cache.withdraw(req.rid)
 

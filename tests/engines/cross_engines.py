@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from tiny_models import make_model
 from tokenizers import Tokenizer
 
 from baton.blocks import BLOCK_TOKENS_DEFAULT
-from baton.engines.engine import EngineFacts, EngineLoad, Leg
+from baton.engines.engine import Engine, EngineFacts, EngineLoad, Leg
 from baton.errors import PeerUnreachable, TransferFailed
 from baton.messages.attempts import Sampling
 from baton.messages.workers import Role
@@ -27,6 +28,7 @@ from benchmarks.remote_engine.settings import EngineName, engine_environ, engine
 from tests.contract.engine_suite import EngineSuite
 from tests.harness.engine_pair import Pair, Shadow, collect
 from tests.harness.fork_server import forked
+from tests.harness.limits import HANG_S
 
 AGENT = {
     "secret": "tests",
@@ -207,6 +209,22 @@ def engines_fixture(**options: Mapping[str, object]) -> Callable[..., object]:
 async def named_pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
     """Provide the pair of engines whose names are the parameter, as in `vllm-32-to-sglang-32`."""
     return await make_pair(engines, *request.param.split("-to-"))
+
+
+async def asleep(engine: Engine) -> None:
+    """Wait until an engine that has nothing to do leaves its processor to others."""
+    assert isinstance(engine, RemoteEngine)
+    processes = [process := psutil.Process(engine.pid), *process.children(recursive=True)]
+
+    def used_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    async with asyncio.timeout(HANG_S):
+        share = 1.0
+        while share >= 0.4:
+            before_s = used_s()
+            await asyncio.sleep(1)
+            share = used_s() - before_s
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:

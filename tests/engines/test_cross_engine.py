@@ -7,7 +7,6 @@ that only real KV can show, is for `make test-nightly`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from pathlib import Path
@@ -20,6 +19,7 @@ from cross_engines import (
     PROMPT_TOKENS,
     Engines,
     RealEngineSuite,
+    asleep,
     check_answers,
     corrupting,
     engines_fixture,
@@ -34,9 +34,7 @@ from baton.engines.engine import Leg
 from baton.errors import EngineFailed, InvalidRequest, ModelMismatch, TransferFailed
 from baton.messages.attempts import Constraint, ConstraintKind, FinishReason, Sampling
 from baton.transfer import Corruption
-from benchmarks.remote_engine.engine import RemoteEngine
 from tests.harness.engine_pair import Pair, changed, collect, first_delta
-from tests.harness.limits import HANG_S
 
 BFLOAT16_TOLERANCE = 0.25
 """Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
@@ -244,18 +242,7 @@ async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
     await pair.hand_off(pair.prompt(1), GREEDY)
     await pair.settled()
     for engine in (pair.prefill, pair.decode):
-        assert isinstance(engine, RemoteEngine)
-        processes = [process := psutil.Process(engine.pid), *process.children(recursive=True)]
-
-        def used_s() -> float:
-            return sum(sum(process.cpu_times()[:2]) for process in processes)  # noqa: B023
-
-        async with asyncio.timeout(HANG_S):
-            share = 1.0
-            while share >= 0.4:
-                before_s = used_s()
-                await asyncio.sleep(1)
-                share = used_s() - before_s
+        await asleep(engine)
 
 
 @pytest.mark.nightly

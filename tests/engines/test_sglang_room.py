@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, engines_fixture, make_pair
+from cross_engines import Engines, asleep, engines_fixture, make_pair
 
 from baton.engines.engine import Leg
-from baton.messages.attempts import Sampling
+from baton.messages.attempts import FinishReason, Sampling
 from tests.harness.engine_pair import Pair, collect, eventually
 from tests.harness.limits import HANG_S
 
@@ -71,3 +71,18 @@ async def test_an_answer_has_room_to_grow_beside_kv_that_is_long_in_coming(pair:
     assert len((await running).tokens) == 400
     await collect(pair.prefill, prefill)
     assert len((await pulling).tokens) == 12
+
+
+async def test_an_answer_that_outgrows_the_cache_leaves_nothing(pair: Pair) -> None:
+    lasting = Sampling(max_tokens=1000, min_tokens=1000, temperature=0.0)
+    before = pair.decode.load().prompt_tokens_pulled
+    running = asyncio.create_task(pair.hand_off(pair.prompt(900), lasting))
+    await eventually(lambda: pair.decode.load().prompt_tokens_pulled > before)
+    # Nothing but SGLang's estimate of an answer keeps a lease from taking the rest of the cache.
+    leased = pair.request(pair.prompt(900), SHORT, leg=Leg.PREFILL)
+    await collect(pair.decode, leased)
+    answer = await running
+    assert (answer.last.finish, len(answer.tokens) < 1000) == (FinishReason.CANCELLED, True)
+    await pair.decode.abort(leased.request, leased.attempt)
+    await pair.settled()
+    await asleep(pair.decode)
