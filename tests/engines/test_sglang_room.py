@@ -39,6 +39,12 @@ async def test_an_answer_may_take_the_rest_of_the_cache(pair: Pair) -> None:
     assert answer.last.transferred_tokens == 1899
 
 
+async def test_an_answer_that_the_context_ends_may_have_asked_for_more(pair: Pair) -> None:
+    longer = Sampling(max_tokens=200, min_tokens=100, temperature=0.0)
+    answer = await collect(pair.decode, pair.request(pair.prompt(1900), longer))
+    assert len(answer.tokens) == pair.decode_facts.context_tokens_max - 1900
+
+
 async def test_a_prompt_that_is_half_computed_has_room_for_the_rest(pair: Pair) -> None:
     prefill = pair.request(pair.prompt(900), SHORT, leg=Leg.PREFILL)
     decode = pair.request(prefill.tokens, SHORT, leg=Leg.DECODE, name=prefill.request)

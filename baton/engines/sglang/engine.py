@@ -249,10 +249,12 @@ class SglangEngine:
         if request.leg is Leg.PREFILL:
             params = prefill_params()
         else:
-            # SGLang refuses requests that exceed its context; other engines end the answer there.
+            # SGLang refuses requests that exceed its context, or ask for more tokens than that has room for; other
+            # engines end the answer there.
             room = opened.context_tokens_max - len(request.tokens)
             params = sampling_params(sampling, opened.vocabulary, grammars=opened.grammars)
             params["max_new_tokens"] = min(sampling.max_tokens, room)
+            params["min_new_tokens"] = min(sampling.min_tokens, room)
         custom: dict[str, object] = {}
         if handoff is not None:
             custom[HANDOFF_PARAMETER] = msgspec.json.encode(handoff).decode()
