@@ -128,7 +128,7 @@ class StepPlan:
     revoke: tuple[bytes, ...] = ()
     """Leases of preempted requests: their blocks are overwritten in this step."""
     end: tuple[bytes, ...] = ()
-    """Leases of aborted or failed requests, to revoke for good."""
+    """Leases of aborted or failed requests, to revoke for good; forgotten unless they are `held`."""
     held: tuple[bytes, ...] = ()
     """Leases that the engine is done with and whose end it waits for."""
     leases: tuple[LeaseStep, ...] = ()
@@ -307,10 +307,12 @@ class HandoffScheduler:
 
     # Both.
 
-    def finished(self, request: str, *, computed: bool) -> bool:
+    def finished(self, request: str, *, computed: bool, loads: bool = False) -> bool:
         """Note that the engine is done with a request; return whether its blocks must stay until the lease ends.
 
-        `computed`: the prompt was computed in full, as opposed to aborted or failed.
+        `computed`: the prompt was computed in full, as opposed to aborted or failed. `loads`: its blocks stay in any
+        case, until what the KV pool promotes for it is there. A request with a lease is promoted for only once it was
+        preempted, so no peer reads these blocks, and the end of its lease is not reported.
         """
         if sink := self._sinks.pop(request, None):
             if sink.pulled_blocks:
@@ -326,6 +328,10 @@ class HandoffScheduler:
             return False
         if not computed or not prompt.open:
             self._orders.end.append(prompt.handoff.key)
+        if loads:
+            assert not prompt.open, "blocks that peers read are written"
+            del self._prompts[request]
+            return False
         self._orders.held.append(prompt.handoff.key)
         return True
 

@@ -286,6 +286,10 @@ class PoolScheduler:
         self._promoting[request] = _Promoting(job, keys, counted_tokens, loaded_tokens)
         self._promotions.append(PromoteStep(request=request, copy=job, with_pull=with_pull))
 
+    def promotes(self, request: str) -> bool:
+        """Return whether a promotion into a request's blocks has not ended on all ranks."""
+        return request in self._promoting
+
     def received(self, request: str) -> None:
         """Note that all that a request waited for has ended on all ranks, promotions included."""
         if (promotion := self._promoting.pop(request, None)) is None:

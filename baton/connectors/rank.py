@@ -115,6 +115,9 @@ class HandoffRank:
             if lease := self._leases.get(key):
                 lease.held = True
                 self._settle(key, lease)
+        for key in plan.end:
+            if (lease := self._leases.get(key)) and not lease.held:
+                del self._leases[key]
         for key, endpoints in plan.release:
             # A source that is not told frees by its time limit.
             with self._logged("release"):

@@ -243,10 +243,13 @@ class BatonConnector(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         if self._scheduler is None:
             return False, None
+        loads = False
         if self._pool_scheduler is not None:
+            # vLLM frees these blocks when it is told of the promotion's end, and takes no other word for it then.
+            loads = self._pool_scheduler.scheduler.promotes(request.request_id)
             self._pool_scheduler.finished(request.request_id)
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        return self._scheduler.finished(request.request_id, computed=computed), None
+        return self._scheduler.finished(request.request_id, computed=computed, loads=loads), None
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while orders wait for the workers."""

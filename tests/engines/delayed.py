@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from gated import GatedConnector
+
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.pool_rank import PoolRank
@@ -54,6 +56,26 @@ class HoldingCopier(ThreadCopier):
                     return self._saves.popleft()
                 self._changed.wait(0.01)
             return None
+
+
+class WaitingCopier(ThreadCopier):
+    """Begins no promotion before `$BATON_TEST_GATE/promote` exists."""
+
+    def _next(self) -> CopyJob | None:
+        gate = Path(os.environ["BATON_TEST_GATE"]) / "promote"
+        with self._changed:
+            while not self._closed:
+                if self._saves:
+                    return self._saves.popleft()
+                if self._promotions and gate.exists():
+                    return self._promotions.popleft()
+                self._changed.wait(0.01)
+            return None
+
+
+class WaitingConnector(GatedConnector):
+    def make_copier(self, pool: KvPool) -> Copier:
+        return WaitingCopier(pool)
 
 
 class HoldingConnector(BatonConnector):

@@ -188,6 +188,23 @@ def test_aborted_prefill_is_revoked_for_good_then_sent(preempted: bool) -> None:
     assert agent.calls[-1] == ("revoke_lease", KEY, True)
 
 
+def test_preempted_prefill_that_is_aborted_while_blocks_are_promoted_is_not_sent() -> None:
+    rank, agent = new_rank()
+    scheduler = HandoffScheduler(BLOCK)
+    scheduler.admit("r", prefill_handoff(), 64)
+    step(rank, scheduler.plan([scheduler.computes("r", [1], 0, 32)]))
+    scheduler.preempted("r")
+    step(rank, scheduler.plan([]))
+    assert scheduler.finished("r", computed=False, loads=True) is False
+    assert step(rank, scheduler.plan([])) == RankResults()
+    assert agent.calls[-1] == ("revoke_lease", KEY, True)
+    assert scheduler.is_idle
+    assert not rank.is_active
+    report = rank.report()
+    assert report is not None
+    assert report.leases_ended == (KEY,)
+
+
 def test_prefill_aborted_before_its_first_step_holds_nothing() -> None:
     scheduler = HandoffScheduler(BLOCK)
     scheduler.admit("r", prefill_handoff(), 64)

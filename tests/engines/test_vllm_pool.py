@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -317,6 +318,31 @@ def test_blocks_stay_until_a_save_has_read_them(
         second = engine.ask(tokens, cache_salt="held")
         assert second.promoted == 22 * BLOCK_TOKENS - 1
         assert (second.tokens == first) is (fault is None)
+
+
+@pytest.mark.nightly
+def test_a_preempted_prefill_that_is_aborted_during_its_promotion_is_freed_once(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gate = tmp_path_factory.mktemp("gate-promotion")
+    # Each second step fills a block. vLLM takes all blocks back after one that does not, when none is being saved.
+    with started(tiny_model, gate, connector="delayed:WaitingConnector", max_num_batched_tokens=16) as engine:
+        (gate / "hold").write_text(json.dumps({"layer": 0, "pass": 8}))
+        name = f"request-{next(NUMBERS)}"
+        prefill = engine.process.send(
+            "generate", request=name, leg="prefill", tokens=prompt(300, 89), sampling=greedy(1)
+        )
+        until((gate / "held").exists)
+        preempted = engine.process.send("preempt")
+        (gate / "hold").unlink()
+        preempted.wait()
+        until(lambda: pool_of(engine)["pinned"] > 0)
+        engine.process.ask("abort", request=name)
+        prefill.wait()
+        (gate / "promote").touch()
+        engine.saved()
+        assert pool_of(engine)["pinned"] == 0
+        assert len(engine.ask(prompt(100, 90)).tokens) == 24
 
 
 def lend(
