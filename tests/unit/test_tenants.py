@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from baton_gateway.tenants.command import create, find, revoke, rights_of
 from baton_gateway.tenants.keyring import Keyring, static_salt
 from baton_gateway.tenants.keys import Usage, digest_of, key_id
 from baton_gateway.tenants.outage import RETRY_S, WatchedStore
-from baton_gateway.tenants.quotas import LABELS_MAX, Quotas
+from baton_gateway.tenants.quotas import LABELS_MAX, SETTLE_INTERVAL_S, Quotas
 from baton_gateway.tenants.store import KeyReport, Limit, MemoryTenantStore, Settlement
 from baton_gateway.tenants.tenant import (
     TENANT_HEADER,
@@ -73,6 +74,9 @@ class Failing(MemoryTenantStore):
         self.away = False
         self.lost_answer = False
         self.questions = 0
+        self.settle_s: Iterator[float] = iter(())
+        """Time that each settlement takes, while there is one left."""
+        self._clock = clock
 
     def _check(self) -> None:
         self.questions += 1
@@ -89,6 +93,8 @@ class Failing(MemoryTenantStore):
 
     async def settle(self, batch: str, settlements: Mapping[str, Settlement]) -> None:
         self._check()
+        if (wait_s := next(self.settle_s, 0.0)) > 0:
+            await self._clock.sleep(wait_s)
         await super().settle(batch, settlements)
         if self.lost_answer:
             raise StoreUnavailable("no answer in time")
@@ -353,6 +359,23 @@ async def test_use_is_counted_once_although_an_answer_was_lost() -> None:
     world.quotas.charge(access, {}).settle(Usage(requests=1, prompt_tokens=4))
     await world.clock.advance(RETRY_S)
     await world.quotas.drain(1.0)
+    assert (await world.report(key)).usage == Usage(requests=2, prompt_tokens=7)
+
+
+async def test_use_is_counted_although_the_last_write_begins_during_another_one() -> None:
+    world = World()
+    key = await world.new_key()
+    access = await world.identify(key)
+    world.quotas.charge(access, {}).settle(Usage(requests=1, prompt_tokens=3))
+    world.store.settle_s = iter((1.0, 2.0, 10.0))
+    running = asyncio.create_task(world.quotas.run())
+    await world.clock.advance(SETTLE_INTERVAL_S)
+    world.quotas.charge(access, {}).settle(Usage(requests=1, prompt_tokens=4))
+    draining = asyncio.create_task(world.quotas.drain(60.0))
+    while not draining.done():
+        await world.clock.advance(0.1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     assert (await world.report(key)).usage == Usage(requests=2, prompt_tokens=7)
 
 

@@ -6,6 +6,7 @@ settled when its answers have ended: refunds and further charges are written in 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
@@ -55,6 +56,7 @@ class Quotas:
         self._unsettled: dict[str, Settlement] = {}
         self._batch: tuple[str, dict[str, Settlement]] | None = None
         """Batch that is being written, or whose answer was lost."""
+        self._writing = asyncio.Lock()
         self._refusals = Counter[str]()
         self._unchecked = 0
         self._tokens = Counter[tuple[str, str]]()
@@ -132,6 +134,11 @@ class Quotas:
             pass
 
     async def _write(self) -> None:
+        # The last write may begin while another one waits for its answer: the later end would drop the next batch.
+        async with self._writing:
+            await self._write_batches()
+
+    async def _write_batches(self) -> None:
         store = self._store
         while store is not None and (self._batch is not None or self._unsettled):
             if self._batch is None:
