@@ -12,7 +12,13 @@ import msgspec
 import pytest
 from baton_gateway.tenants.bucket import MINUTE_US, cost_us, left
 from baton_gateway.tenants.keys import KeyRecord, Usage, digest_of
-from baton_gateway.tenants.store import MemoryTenantStore, RedisTenantStore, Settlement, TenantStore
+from baton_gateway.tenants.store import (
+    SETTLED_KEPT_S,
+    MemoryTenantStore,
+    RedisTenantStore,
+    Settlement,
+    TenantStore,
+)
 from baton_gateway.tenants.tenant import Permission, Tenant
 
 from baton.clock import SystemClock
@@ -57,7 +63,7 @@ async def test_all_keys_are_reported_oldest_first_with_their_use(store: TenantSt
         await store.put(record(f"key {number}", created_s=number))
     used = record("key 1").id
     await store.settle(
-        "batch", {used: Settlement(Usage(requests=1, prompt_tokens=5, output_tokens=7, cached_tokens=2))}
+        "gateway", 1, {used: Settlement(Usage(requests=1, prompt_tokens=5, output_tokens=7, cached_tokens=2))}
     )
     reports = await store.report()
     assert [report.record.created_s for report in reports] == [1, 2, 3]
@@ -106,17 +112,25 @@ async def test_settlements_move_the_bucket_and_a_batch_counts_once(store: Tenant
     refund = Settlement(Usage(requests=1, output_tokens=3), -30_000_000)
     await store.put(record())
     for _ in range(3):
-        await store.settle("one", {"key": refund, record().id: refund})
+        await store.settle("gateway", 1, {"key": refund, record().id: refund})
     after = await store.take("tokens", "key", 0)
     assert 0 < after.full_in_us <= 10_000_000
     assert (await store.report())[0].usage == Usage(requests=1, output_tokens=3)
-    await store.settle("two", {"key": Settlement(Usage(), 100_000_000), record().id: refund})
+    await store.settle("gateway", 2, {"key": Settlement(Usage(), 100_000_000), record().id: refund})
     indebted = await store.take("tokens", "key", 0)
     assert not indebted.fits
     assert 80_000_000 < indebted.full_in_us <= 110_000_000
     assert (await store.report())[0].usage == Usage(requests=2, output_tokens=6)
-    await store.settle("three", {"key": Settlement(Usage(), -(10**9))})
+    await store.settle("gateway", 3, {"key": Settlement(Usage(), -(10**9))})
     assert (await store.take("tokens", "key", MINUTE_US)).fits, "a full bucket stays full"
+
+
+async def test_a_batch_that_arrives_late_does_not_count_again(store: TenantStore) -> None:
+    used = record().id
+    await store.put(record())
+    for writer, number in (("one", 1), ("one", 2), ("one", 1), ("two", 1), ("two", 1)):
+        await store.settle(writer, number, {used: Settlement(Usage(requests=1))})
+    assert (await store.report())[0].usage.requests == 3
 
 
 async def test_redis_keeps_no_key_and_forgets_full_buckets(redis: RedisConnection) -> None:
@@ -124,11 +138,12 @@ async def test_redis_keeps_no_key_and_forgets_full_buckets(redis: RedisConnectio
     store = RedisTenantStore(redis, prefix=prefix)
     await store.put(record("sk-baton-secret"))
     await store.take("tokens", "key", MINUTE_US)
-    await store.settle("batch", {"key": Settlement(Usage(requests=1))})
+    for number in (1, 2):
+        await store.settle("gateway", number, {"key": Settlement(Usage(requests=1))})
     names = cast("list[bytes]", await cast("Any", redis.client).keys(f"{prefix}*"))
     expiries = {name.removeprefix(f"{prefix}:tenants:1:".encode()): await redis.client.pttl(name) for name in names}
     assert 0 < expiries.pop(b"bucket:tokens:key") <= 60_000
-    assert 0 < expiries.pop(b"settled:batch") <= 600_000
+    assert 86_400_000 < expiries.pop(b"settled:gateway") <= SETTLED_KEPT_S * 1000, "one key, longer than outages"
     assert expiries == {b"keys": -1, b"usage:key": -1}
     assert "sk-baton-secret" not in repr(await redis.client.hgetall(f"{prefix}:tenants:1:keys"))
 
@@ -152,8 +167,8 @@ async def test_redis_away_is_one_error() -> None:
         await store.put(record())
         server.kill()
         for command in (
-            store.find("x"), store.report(), store.take("tokens", "x", 1), store.settle("b", {}), store.salt_key("c"),
-            store.put(record()),
+            store.find("x"), store.report(), store.take("tokens", "x", 1), store.settle("b", 1, {}),
+            store.salt_key("c"), store.put(record()),
         ):  # fmt: skip
             with pytest.raises(StoreUnavailable):
                 await command

@@ -91,11 +91,11 @@ class Failing(MemoryTenantStore):
         self._check()
         return await super().take(limit, key, cost)
 
-    async def settle(self, batch: str, settlements: Mapping[str, Settlement]) -> None:
+    async def settle(self, writer: str, number: int, settlements: Mapping[str, Settlement]) -> None:
         self._check()
         if (wait_s := next(self.settle_s, 0.0)) > 0:
             await self._clock.sleep(wait_s)
-        await super().settle(batch, settlements)
+        await super().settle(writer, number, settlements)
         if self.lost_answer:
             raise StoreUnavailable("no answer in time")
 

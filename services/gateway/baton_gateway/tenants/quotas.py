@@ -50,12 +50,13 @@ class Quotas:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._new_id = new_id
         self.output_tokens_reserved = output_tokens_reserved
         self._open_without_store = open_without_store
         self._unsettled: dict[str, Settlement] = {}
-        self._batch: tuple[str, dict[str, Settlement]] | None = None
-        """Batch that is being written, or whose answer was lost."""
+        self._writer = new_id()
+        self._batches = 0
+        self._batch: tuple[int, dict[str, Settlement]] | None = None
+        """Batch that is being written, or whose answer was lost, with its number."""
         self._writing = asyncio.Lock()
         self._refusals = Counter[str]()
         self._unchecked = 0
@@ -144,10 +145,13 @@ class Quotas:
             if self._batch is None:
                 chosen = dict(islice(self._unsettled.items(), BATCH_KEYS_MAX))
                 self._unsettled = dict(islice(self._unsettled.items(), BATCH_KEYS_MAX, None))
-                self._batch = (self._new_id(), chosen)
-            name, settlements = self._batch
+                self._batches += 1
+                self._batch = (self._batches, chosen)
+            number, settlements = self._batch
             try:
-                await store.ask(lambda tenants, name=name, batch=settlements: tenants.settle(name, batch))
+                await store.ask(
+                    lambda tenants, number=number, batch=settlements: tenants.settle(self._writer, number, batch)
+                )
             except StoreUnavailable:
                 return  # The same batch is tried again: it may have been written.
             self._batch = None

@@ -6,7 +6,7 @@ In Redis, under PREFIX:tenants:1 (the 1 is the version of this format):
     :salt_key          string    secret of all tenants' salts, made with the first key
     :bucket:LIMIT:ID   string    instant at which the bucket is full, µs of Redis's clock; expires then
     :usage:ID          hash      requests, prompt_tokens, output_tokens, cached_tokens, last_used_s
-    :settled:BATCH     string    marks a batch of settlements as written; expires
+    :settled:WRITER    string    number of the last batch of settlements that a gateway wrote; expires
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from baton_gateway.tenants.keys import KeyRecord, Usage
 log = logging.getLogger(__name__)
 
 VERSION: Final = 1
-BATCH_KEPT_S: Final = 600
-"""Time for which a batch is known to be written: more than a gateway tries again after it lost the answer."""
+SETTLED_KEPT_S: Final = 7 * 86400
+"""Time for which a gateway's last batch is known to be written. A gateway that lost the answer tries again until Redis
+serves it, so this bounds the outage after which the batch counts twice."""
 
 Limit = Literal["requests", "tokens"]
 
@@ -46,11 +47,12 @@ return {fits, full_at - now}
 """Script that does what `bucket.take` does. A double holds microseconds since 1970 exactly."""
 
 SETTLE: Final = """
-if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', ARGV[1]) then return end
+if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[2]) then return end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 for i = 2, #KEYS, 2 do
-  local at = (i - 2) / 2 * 5 + 2
+  local at = (i - 2) / 2 * 5 + 3
   for field, name in ipairs({'requests', 'prompt_tokens', 'output_tokens', 'cached_tokens'}) do
     redis.call('HINCRBY', KEYS[i], name, ARGV[at + field - 1])
   end
@@ -111,8 +113,12 @@ class TenantStore(Protocol):
         """Take a cost from a key's bucket, if it fits."""
         ...
 
-    async def settle(self, batch: str, settlements: Mapping[str, Settlement]) -> None:
-        """Write settlements by key, all or none. A batch that is written already is not written again."""
+    async def settle(self, writer: str, number: int, settlements: Mapping[str, Settlement]) -> None:
+        """Write settlements by key, all or none.
+
+        A writer numbers its batches from 1 on and writes one after the other; one that is written already is not
+        written again.
+        """
         ...
 
 
@@ -125,7 +131,7 @@ class MemoryTenantStore:
         self._records: dict[str, KeyRecord] = {}
         self._full_at_us: dict[tuple[Limit, str], int] = {}
         self._usage: dict[str, tuple[Usage, float]] = {}
-        self._batches: set[str] = set()
+        self._settled: dict[str, int] = {}
 
     async def salt_key(self, candidate: str) -> str:
         self._salt_key = self._salt_key or candidate
@@ -149,10 +155,10 @@ class MemoryTenantStore:
         self._full_at_us[limit, key] = full_at_us
         return taken
 
-    async def settle(self, batch: str, settlements: Mapping[str, Settlement]) -> None:
-        if batch in self._batches:
+    async def settle(self, writer: str, number: int, settlements: Mapping[str, Settlement]) -> None:
+        if self._settled.get(writer, 0) >= number:
             return
-        self._batches.add(batch)
+        self._settled[writer] = number
         for key, settlement in settlements.items():
             usage, _ = self._usage.get(key, (Usage(), None))
             self._usage[key] = (usage + settlement.usage, self._now_us() // 1_000_000)
@@ -194,8 +200,8 @@ class RedisTenantStore:
         fits, full_in_us = await self._answer(self._client.eval(TAKE, 1, name, str(cost), str(bucket.MINUTE_US)))
         return Taken(bool(fits), int(full_in_us))
 
-    async def settle(self, batch: str, settlements: Mapping[str, Settlement]) -> None:
-        names, figures = [f"{self._root}:settled:{batch}"], [BATCH_KEPT_S]
+    async def settle(self, writer: str, number: int, settlements: Mapping[str, Settlement]) -> None:
+        names, figures = [f"{self._root}:settled:{writer}"], [SETTLED_KEPT_S, number]
         for key, settlement in settlements.items():
             names += [f"{self._root}:usage:{key}", f"{self._root}:bucket:tokens:{key}"]
             figures += [*msgspec.structs.astuple(settlement.usage), settlement.change_us]
