@@ -130,9 +130,8 @@ return found
 
 _RENEW: Final = """
 redis.call('SET', KEYS[1], '1', 'PX', ARGV[1])
-local cancelled = redis.call('SMEMBERS', KEYS[2])
-redis.call('DEL', KEYS[2])
-return cancelled
+for at = 2, #ARGV do redis.call('SREM', KEYS[2], ARGV[at]) end
+return redis.call('SMEMBERS', KEYS[2])
 """
 
 _KINDS: Final = ("response", "input", "events")
@@ -227,13 +226,13 @@ class RedisStore:
 
     async def ask_cancel(self, key: Key, owner: str) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.sadd(f"{self._root}cancel:{owner}", f"{key.tenant}/{key.response}")
+        pipeline.sadd(f"{self._root}cancel:{owner}", _name(key))
         pipeline.expire(f"{self._root}cancel:{owner}", CANCEL_S)
         await self._answer(pipeline.execute(), said=_AWAY)
 
-    async def renew(self, owner: str) -> list[Key]:
+    async def renew(self, owner: str, cancelled: Sequence[Key] = ()) -> list[Key]:
         keys = [f"{self._root}owner:{owner}", f"{self._root}cancel:{owner}"]
-        names = cast("list[bytes]", await self._run(_RENEW, keys, self._lease_ms))
+        names = cast("list[bytes]", await self._run(_RENEW, keys, self._lease_ms, *map(_name, cancelled)))
         return [Key(*name.decode().rsplit("/", 1)) for name in names]
 
     async def _append(
@@ -256,3 +255,7 @@ class RedisStore:
 
     def _now_s(self) -> float:
         return self._clock.wall_s()
+
+
+def _name(key: Key) -> str:
+    return f"{key.tenant}/{key.response}"

@@ -171,11 +171,13 @@ class Responses:
 
     async def _keep(self) -> None:
         """Renew the lease and cancel what others ask for, until nothing is running."""
-        store = self._known()
+        store, cancelled = self._known(), list[Key]()
         try:
             while self._running:
                 try:
-                    for key in await store.renew(self._owner):
+                    # The store asks until it is told, since its answer may have been lost.
+                    cancelled = await store.renew(self._owner, cancelled)
+                    for key in cancelled:
                         if (generation := self._running.get(key)) is not None:
                             generation.cancel()
                 except StoreUnavailable as error:

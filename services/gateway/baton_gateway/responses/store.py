@@ -122,8 +122,11 @@ class ResponseStore(Protocol):
         """Ask an owner to cancel a response."""
         ...
 
-    async def renew(self, owner: str) -> list[Key]:
-        """Renew an owner's lease; return the responses that it is asked to cancel."""
+    async def renew(self, owner: str, cancelled: Sequence[Key] = ()) -> list[Key]:
+        """Renew an owner's lease; return the responses that it is asked to cancel, without those that it has cancelled.
+
+        To repeat a call changes nothing: what an answer that was lost asked for, the next one asks for again.
+        """
         ...
 
 
@@ -147,7 +150,7 @@ class MemoryStore:
         self._bytes_max = bytes_max
         self._kept: dict[Key, _Kept] = {}
         self._leases: dict[str, float] = {}
-        self._cancels: dict[str, list[Key]] = {}
+        self._cancels: dict[str, set[Key]] = {}
 
     async def create(self, key: Key, record: NewRecord) -> None:
         if self._find(key) is not None:
@@ -221,11 +224,13 @@ class MemoryStore:
         return self._find(key) is not None and self._kept.pop(key, None) is not None
 
     async def ask_cancel(self, key: Key, owner: str) -> None:
-        self._cancels.setdefault(owner, []).append(key)
+        self._cancels.setdefault(owner, set()).add(key)
 
-    async def renew(self, owner: str) -> list[Key]:
+    async def renew(self, owner: str, cancelled: Sequence[Key] = ()) -> list[Key]:
         self._leases[owner] = self._clock.now_s() + self._lease_s
-        return self._cancels.pop(owner, [])
+        asked = self._cancels.get(owner, set[Key]())
+        asked.difference_update(cancelled)
+        return list(asked)
 
     def _find(self, key: Key) -> _Kept | None:
         kept = self._kept.get(key)
