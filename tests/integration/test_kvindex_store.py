@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
 import redis.asyncio as redis
 from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import Run, link
+from baton_kvindex.packing import EvictedBranch
 from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced
 
 from baton.clock import SystemClock
@@ -155,6 +158,21 @@ async def test_what_a_writer_left_half_written_expires(store: RedisStore, raw: r
     with pytest.raises(StoreFenced):
         await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
     assert 0 < await raw.ttl(f"{prefix}:{VERSION}:aside:1:a") <= 60
+
+
+async def test_nothing_is_written_without_its_expiry(redis_url: str, raw: Any, prefix: str) -> None:
+    await raw.acl_setuser(prefix, enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-expire"])
+    url = redis_url.replace("redis://", f"redis://{quote(prefix)}:any@")
+    store = RedisStore(url, clock=SystemClock(), prefix=prefix, timeout_s=2.0)
+    await store.claim(1)
+    with pytest.raises(StoreUnavailable):
+        await store.write(Batch(1, {"a": changed(runs=[Run(parent=b"", blocks=ids(1)[0])])}), 1)
+    branch = EvictedBranch(name=b"branch", blocks=ids(1)[0], rows=())
+    with pytest.raises(StoreUnavailable):
+        await store.cold("one").put([branch])
+    await store.close()
+    await raw.acl_deluser(prefix)
+    assert await raw.keys(f"{prefix}*") == [f"{prefix}:{VERSION}:state".encode()]
 
 
 async def test_another_version_is_neither_read_nor_changed(store: RedisStore, raw: redis.Redis, prefix: str) -> None:

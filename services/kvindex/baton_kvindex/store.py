@@ -23,7 +23,7 @@ from itertools import chain, islice
 from typing import Final, Protocol, cast
 
 import msgspec
-from redis.asyncio.client import Pipeline
+from redis.asyncio.client import Pipeline, Redis
 from redis.typing import EncodableT, FieldT
 
 from baton.clock import Clock
@@ -233,8 +233,7 @@ class RedisStore:
         """Write a whole worker beside its present form, in pages; the batch then moves it into place."""
         await self._answer(self._redis.delete(aside))
         for page in _pages(pair for run in runs for pair in slots(run.parent, run.blocks, run.tier)):
-            await self._answer(self._redis.hset(aside, mapping=page))
-            await self._answer(self._redis.expire(aside, ASIDE_S))
+            await self._answer(_hset_for(self._redis, aside, page, ASIDE_S))
 
     async def _read_blocks(self, worker: str) -> dict[bytes, bytes]:
         parents: dict[bytes, bytes] = {}
@@ -256,8 +255,7 @@ class _RedisColdStore:
     async def put(self, branches: Sequence[EvictedBranch]) -> None:
         names = ((block, each.name) for each in branches for block in split_ids(each.blocks))
         for page in _pages(chain(((each.name, each.packed()) for each in branches), names)):
-            await self._answer(self._redis.hset(self._key, mapping=page))
-        await self.keep()
+            await self._answer(_hset_for(self._redis, self._key, page, COLD_S))
 
     async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
         found: dict[bytes, bytes] = {}
@@ -276,6 +274,14 @@ class _RedisColdStore:
     async def close(self) -> None:
         with suppress(StoreUnavailable):
             await self._answer(self._redis.unlink(self._key))
+
+
+def _hset_for(redis: Redis, key: str, page: dict[FieldT, EncodableT], expiry_s: int) -> Awaitable[object]:
+    """Write a page and its key's expiry at once: an index that ended between the two would leave the key for ever."""
+    pipeline = redis.pipeline(transaction=True)
+    pipeline.hset(key, mapping=page)
+    pipeline.expire(key, expiry_s)
+    return pipeline.execute()
 
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:
