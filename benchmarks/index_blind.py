@@ -122,7 +122,7 @@ async def blind_placements(folder: Path) -> list[Phase]:
         ]
         scheduler = service("scheduler", "baton_scheduler", folder, nats_url=nats_url)
         for child in (*indexes, scheduler):
-            stack.callback(child.kill)
+            stack.push_async_callback(child.stop)
         for index in indexes:
             await started(index)
         await started(scheduler)

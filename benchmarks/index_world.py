@@ -139,7 +139,7 @@ async def servers(folder: Path) -> AsyncGenerator[tuple[str, str]]:
         yield nats.url, redis.url
     finally:
         for child in children:
-            child.kill()
+            await child.stop()
 
 
 def service(name: str, module: str, folder: Path, **settings: str) -> Child:

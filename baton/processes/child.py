@@ -23,6 +23,8 @@ PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None).prctl
 
 TAIL_LINES: Final = 15
+KILLED_S: Final = 30.0
+"""Longest wait for the end of a killed process: the kernel frees its memory first, and a driver may hold it up."""
 POLL_S: Final = 0.5
 """Interval at which a process is looked at where the kernel cannot tell its end: no descriptor is free."""
 
@@ -128,15 +130,15 @@ class Child:
                     await self.wait()
         finally:
             self.kill()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KILLED_S):
+                    await self.wait()
 
     def kill(self) -> None:
-        """End the process and its process group at once."""
-        process = self._process
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        """Send SIGKILL to the process and its process group. `wait` returns once it has ended."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def log_tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last lines of the log, indented."""

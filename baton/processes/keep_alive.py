@@ -109,9 +109,11 @@ async def _until_end(
                 if failed_probes == policy.failed_probes_max:
                     tell(f"{child.name} runs but does not answer: ending it")
                     child.kill()
+                    await asyncio.wait((ended,))
             elif loop.time() > give_up_at_s:
                 tell(f"{child.name} was not ready within {child.program.start_timeout_s:g} s: ending it")
                 child.kill()
+                await asyncio.wait((ended,))
             await asyncio.wait((ended,), timeout=policy.alive_interval_s if ready else START_INTERVAL_S)
         return ended.result(), ready
     finally:

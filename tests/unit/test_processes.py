@@ -98,6 +98,7 @@ class World:
             yield child
         finally:
             child.kill()
+            await child.wait()
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[Child]:
@@ -227,6 +228,15 @@ async def test_a_child_that_was_started_again_can_be_asked_to_end_again(tmp_path
             child.terminate()
             assert await child.wait() == -signal.SIGTERM
             child.start()
+
+
+async def test_killing_a_child_does_not_hold_up_its_parent(tmp_path: Path) -> None:
+    async with World(tmp_path).started() as child:
+        assert child.pid is not None
+        child.kill()
+        # Fails where the process was waited for: the kernel may take seconds to free what it held.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: ASYNC222 - WNOHANG.
+        assert await child.wait() == -signal.SIGKILL
 
 
 async def test_the_end_of_a_child_is_noticed_while_no_descriptor_is_free(tmp_path: Path) -> None:
