@@ -376,6 +376,9 @@ INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replic
 INDEX_UNWRITTEN: Final = _gauge(
     "baton_index_unwritten", KVINDEX, "1 on the writer while changes wait for Redis, else 0."
 )
+INDEX_STORE_UP: Final = _gauge(
+    "baton_index_store_up", KVINDEX, "0 while the replica that is to write to Redis fails to, else 1."
+)
 INDEX_SEQUENCE: Final = _gauge(
     "baton_index_stream_sequence", KVINDEX, "Sequence number of the newest message read from the event stream."
 )

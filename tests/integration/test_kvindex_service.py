@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -15,6 +16,7 @@ from baton.errors import ModelNotFound
 from baton.messages.base import Context, ErrorReport, Refused
 from baton.messages.index import Match, Tier
 from baton.messages.workers import Goodbye
+from baton.telemetry import Metrics
 from tests.harness.index.services import indexing, until
 from tests.harness.index.worker import MODEL, Cache, chain, match, until_held, working, written
 from tests.harness.servers import start_nats, start_redis
@@ -181,16 +183,24 @@ async def test_a_page_that_never_comes_is_asked_for_again(
 
 
 async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: NatsBus) -> None:
+    metrics = Metrics("kvindex")
+
+    def is_up() -> bool:
+        return "baton_index_store_up 1.0" in metrics.render("")[1].decode().splitlines()
+
     with start_redis() as redis:
-        changes = {"write_retry_s": 0.1, "redis_timeout_s": 0.5}
+        changes: dict[str, Any] = {"write_retry_s": 0.1, "redis_timeout_s": 0.5, "metrics": metrics}
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix, **changes) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
             await until(lambda: not service.reconciler.journal)
+            assert is_up()
             redis.kill()
             await worker.store("abcd", lost=False)
             await until_held(bus, worker, "abcd", 4)
+            await until(lambda: not is_up())
             redis.start()
+            await until(is_up)
         assert (await written(redis.url, prefix, worker))[Tier.DEVICE] == worker.held
 
 

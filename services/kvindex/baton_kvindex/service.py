@@ -140,6 +140,8 @@ class IndexService:
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
         yield Reading(catalogue.INDEX_UNWRITTEN, writes and bool(reconciler.journal))
+        if self._writer is not None:
+            yield Reading(catalogue.INDEX_STORE_UP, not self._writer.is_failing)
         yield Reading(catalogue.INDEX_SEQUENCE, reconciler.stream_sequence)
         for result, count in (
             ("applied", counters.applied),

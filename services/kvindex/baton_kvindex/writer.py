@@ -39,11 +39,17 @@ class Writer:
         self._lease = KeptLease(ports, bucket=subjects.INDEX_BUCKET, key=key, ttl_s=settings.writer_ttl_s)
         self._claimed = 0
         """Fence with which this index writes; 0: another index may have written since it last did."""
+        self._failing = False
 
     @property
     def is_writing(self) -> bool:
         """Whether this index is the one that writes."""
         return bool(self._claimed)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this index is to write and its last write failed."""
+        return self._failing
 
     async def run(self) -> None:
         """Write until cancelled; then write the newest state, and release the lease."""
@@ -64,22 +70,22 @@ class Writer:
 
     async def _write_behind(self) -> None:
         """Write the changes every `write_interval_s`. While Redis is down, they wait in the bounded journal."""
-        failing = False
         rotated_s = self._clock.now_s()
         while True:
-            await self._clock.sleep(self._settings.write_retry_s if failing else self._settings.write_interval_s)
+            await self._clock.sleep(self._settings.write_retry_s if self._failing else self._settings.write_interval_s)
             fence = self._lease.fence()
             if fence:
-                failing = not await self._write(fence, failing=failing)
+                self._failing = not await self._write(fence)
                 continue
             if self._claimed:
                 logger.warning("no longer the index that writes")
-                self._claimed, failing = 0, False
+                self._claimed = 0
+            self._failing = False
             if self._clock.now_s() - rotated_s >= JOURNAL_KEPT_S:
                 rotated_s = self._clock.now_s()
                 self._reconciler.journal.rotate()
 
-    async def _write(self, fence: int, *, failing: bool = False) -> bool:
+    async def _write(self, fence: int) -> bool:
         """Write all changes that wait; return whether the store takes writes."""
         try:
             if fence != self._claimed or not self._reconciler.journal.is_complete:
@@ -90,7 +96,7 @@ class Writer:
             if self._reconciler.journal:
                 await self._write_batch(fence)
         except StoreFenced:
-            if not failing:
+            if not self._failing:
                 logger.warning("a late write was refused: another index writes")
             self._claimed = 0
             return False
@@ -98,10 +104,10 @@ class Writer:
             logger.warning("Redis lost what was written: writing the whole index again")
             self._claimed = 0
         except StoreUnavailable as error:
-            if not failing:
+            if not self._failing:
                 logger.warning("serving from memory, writes wait: %s", error)
             return False
-        if failing:
+        if self._failing:
             logger.info("Redis takes writes again")
         return True
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.bus import NatsBus
 from baton.messages.index import Tier
 from baton.node.service import serve
 from baton.stop import Stop
+from baton.telemetry import Metrics
 from tests.harness.cluster import Service
 from tests.harness.index.worker import Worker, match, working, written
 from tests.harness.limits import HANG_S
@@ -100,12 +102,16 @@ async def running_pair(folder: Path) -> AsyncGenerator[Pair]:
 
 
 @asynccontextmanager
-async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -> AsyncGenerator[IndexService]:
+async def indexing(
+    nats_url: str, redis_url: str, prefix: str, *, metrics: Metrics | None = None, **changes: Any
+) -> AsyncGenerator[IndexService]:
     """Run the index on its own connection until the block ends."""
     plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
     settings = msgspec.structs.replace(plain, **changes)
     bus = await NatsBus.connect(nats_url, name="kvindex")
     node, store = make_node("kvindex", bus), None
+    if metrics is not None:
+        node = replace(node, metrics=metrics)
     if redis_url:
         clock, timeout_s = node.ports.clock, settings.redis_timeout_s
         store = RedisStore(redis_url, clock=clock, prefix=prefix, timeout_s=timeout_s)
