@@ -219,6 +219,10 @@ class Workers(Membership[Heartbeat]):
         """Return the newest heartbeat of a worker that served this model within `forget_after_s`, live or not."""
         return self._models.get(model, None)
 
+    def newest_beats(self) -> list[Heartbeat]:
+        """Return what `newest` returns for each model."""
+        return [beat for beat in self._models.values() if beat is not None]
+
     def extend_deadlines(self, pause_s: float, now_s: float) -> None:
         super().extend_deadlines(pause_s, now_s)
         self._models.extend_deadlines(pause_s, now_s)
@@ -240,6 +244,9 @@ class Recent(Generic[Value]):
     def get(self, key: str, default: Value) -> Value:
         entry = self._entries.get(key)
         return default if entry is None else entry[0]
+
+    def values(self) -> Iterator[Value]:
+        return (value for value, _ in self._entries.values())
 
     def put(self, key: str, value: Value, now_s: float) -> None:
         self._entries[key] = (value, now_s)

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 from baton_gateway.config import Settings
+from baton_gateway.service import BEAT_S
 
 from baton import subjects
 from baton.blocks import hash_blocks, root_key
@@ -21,7 +22,7 @@ from baton.messages.workers import Role
 from tests.harness.gateway.actors import Attempt, Worker
 from tests.harness.gateway.chats import CHAT, SETTINGS, TEXT, body, check_clean, open_talking_stage, stream, text_of
 from tests.harness.gateway.stage import Stage, forward, open_stage
-from tests.harness.heartbeats import MODEL_DIGEST
+from tests.harness.heartbeats import MODEL_DIGEST, heartbeat
 from tests.harness.limits import HANG_S
 
 
@@ -142,6 +143,24 @@ async def test_a_restarted_worker_is_noticed_at_once() -> None:
         await stage.wait_for(lambda: not worker.alive)
         worker.restart()
         assert text_of(await answer) == TEXT, "its silence alone would have to last for a minute"
+
+
+async def test_a_model_that_was_replaced_is_forgotten(stage: Stage) -> None:
+    path = str(stage.model_path)
+
+    async def replace(digest: str, generation: int) -> None:
+        beat = heartbeat("d2", generation=generation, model="other", model_path=path, model_digest=digest)
+        await stage.bus.publish(subjects.HEARTBEAT, beat)
+        await stage.wait_for(lambda: (path, digest) in stage.models.loaded)
+
+    await stage.wait_for(lambda: (path, MODEL_DIGEST) in stage.models.loaded)
+    await replace("before", 1)
+    await replace("after", 2)
+    await stage.wait_for(lambda: (path, "before") not in stage.models.loaded)
+    # d2 is lost by now, and requests wait for it for a minute.
+    await stage.wait_for(lambda: "d2" not in stage.gateway.workers.members)
+    await asyncio.sleep(BEAT_S)
+    assert stage.models.loaded == {(path, MODEL_DIGEST), (path, "after")}
 
 
 async def test_the_last_worker_dies(stage: Stage, client: httpx.AsyncClient) -> None:

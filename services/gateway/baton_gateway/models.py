@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,6 +53,18 @@ class Models:
         self._first: tuple[str, str] | None = None
         self._loaded: dict[tuple[str, str], asyncio.Future[KnownModel]] = {}
         self._failed_at_s: dict[tuple[str, str], float] = {}
+
+    @property
+    def loaded(self) -> Set[tuple[str, str]]:
+        """Paths and digests of the models that are loaded or being loaded."""
+        return self._loaded.keys()
+
+    def forget(self, served: Collection[tuple[str, str]]) -> None:
+        """Forget models that are not `served` any more, but for the first: to load it again would hold up streams."""
+        for key in [key for key in self._loaded if key not in served and key != self._first]:
+            if self._loaded[key].done():
+                del self._loaded[key]
+                self._failed_at_s.pop(key, None)
 
     def prepare(self, path: str, digest: str) -> asyncio.Future[KnownModel]:
         """Begin to load the model unless that was done; a failed load is retried after a while."""

@@ -335,6 +335,8 @@ class Gateway:
     async def _beat(self) -> None:
         while True:
             self.publisher.post(subjects.GATEWAY_BEAT, GatewayBeat(gateway=self.links.gateway))
+            if len(self.models.loaded) > 1:
+                self.models.forget(self.workers.served())
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:

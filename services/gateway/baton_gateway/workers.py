@@ -39,6 +39,10 @@ class WorkerTable:
         """Return the number of live workers by role and model."""
         return Counter((heartbeat.role, heartbeat.model) for heartbeat in self.members.beats())
 
+    def served(self) -> set[tuple[str, str]]:
+        """Return path and digest of each model that a worker has, or had within the last minute as its newest one."""
+        return {(beat.model_path, beat.model_digest) for beat in (*self.members.beats(), *self.members.newest_beats())}
+
     def models(self) -> list[Model]:
         """Return the models that a live decode worker serves, by name."""
         names = sorted({heartbeat.model for heartbeat in self._serving()})
