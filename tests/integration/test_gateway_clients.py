@@ -15,6 +15,7 @@ from baton_gateway.attempt import Phase
 
 from baton import subjects
 from baton.bus import Delivery
+from baton.errors import ClientGone
 from baton.messages.attempts import Cancel
 from baton.messages.workers import Role
 from tests.harness.gateway.chats import CHAT, SETTINGS, TEXT, body, check_clean, open_talking_stage, stream, text_of
@@ -43,6 +44,23 @@ async def test_a_client_that_leaves_frees_both_workers(stage: Stage, streamed: b
         request.cancel()
         await asyncio.wait([request])
     await stage.wait_for(lambda: decode.got(Cancel) and prefill.got(Cancel))
+    await check_clean(stage)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_leaves_after_its_next_request_is_noticed(stage: Stage, streamed: bool) -> None:
+    decode = stage.workers["d1"]
+    decode.script.stall_at = 3
+    asked = json.dumps(body(stream=streamed)).encode()
+    request = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(asked)}\r\n\r\n".encode() + asked
+    _, writer = await asyncio.open_connection(*stage.base_url.removeprefix("http://").split(":"))
+    writer.write(request)
+    await stage.wait_for(lambda: [len(attempt.tokens) for attempt in decode.attempts.values()] == [3])
+    writer.write(request)
+    await asyncio.sleep(0.1)
+    writer.close()
+    await stage.wait_for(lambda: decode.got(Cancel))
+    assert {each.reason for each in decode.got(Cancel) if isinstance(each, Cancel)} == {ClientGone.code}
     await check_clean(stage)
 
 

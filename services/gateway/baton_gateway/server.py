@@ -98,6 +98,10 @@ class Protocol(HttpToolsProtocol):
             self._refuse_long_head()
             raise ValueError("the head is too long")  # Ends the parsing.
         super().on_headers_complete()
+        if len(self.pipeline) == 1:
+            # uvicorn stops reading until the answer before it ends, and would not notice that the client leaves. It
+            # stops again at one more request, or once this one's body is long.
+            self.flow.resume_reading()
         self._unfinished.append(self.cycle)
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
