@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState, runs_of
+from baton_kvindex.durable import WORKERS_MAX, Batch, Journal, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import Run, link
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +120,19 @@ def test_changes_are_known_for_one_rotation_and_before_it_all_is_written() -> No
         journal.go_on(states(written), states(5))
         change = change_of(take(journal, held))
         assert (change.runs == held, set(change.stored)) == (whole, set() if whole else set(map(block, "345")))
+
+
+def test_changes_that_were_dropped_are_not_left_out_of_what_is_written() -> None:
+    held = [Run(parent=b"", blocks=block("a"))]
+    journal = Journal(blocks_max=100)
+    follow(journal, 1, 2)
+    journal.rotate()
+    follow(journal, 3)
+    for number in range(WORKERS_MAX):
+        journal.touch(f"other {number}", 0)
+    follow(journal, 4)
+    journal.go_on(states(1), states(4))
+    assert change_of(take(journal, held)).runs == held
 
 
 def test_what_is_written_already_does_not_wait_and_another_generation_is_written_whole() -> None:

@@ -146,7 +146,8 @@ class Journal:
     def _entry(self, worker: str, after: float = inf) -> _Waiting:
         if worker not in self._waiting:
             if len(self._waiting) >= WORKERS_MAX:
-                self._waiting, self.is_complete = {}, False
+                # The older changes go, too: without these in between they lead to no present state.
+                self._older, self._waiting, self.is_complete = {}, {}, False
             self._waiting[worker] = _Waiting(after)
         return self._waiting[worker]
 
