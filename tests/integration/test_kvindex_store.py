@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -158,6 +159,26 @@ async def test_what_a_writer_left_half_written_expires(store: RedisStore, raw: r
     with pytest.raises(StoreFenced):
         await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
     assert 0 < await raw.ttl(f"{prefix}:{VERSION}:aside:1:a") <= 60
+
+
+class SlowRuns(list[Run]):
+    """Runs that are slow to read, the first time."""
+
+    delay_s = 1.2
+
+    def __iter__(self) -> Iterator[Run]:
+        time.sleep(self.delay_s)
+        self.delay_s = 0.0
+        return super().__iter__()
+
+
+async def test_a_batch_may_take_longer_to_write_than_its_parts_are_kept(redis_url: str, prefix: str) -> None:
+    store = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=2.0, aside_s=3)
+    await store.claim(1)
+    workers = {name: changed(runs=SlowRuns([Run(parent=b"", blocks=ids(1)[0])])) for name in "abcd"}
+    await store.write(Batch(1, workers), 1)
+    assert {len(worker.runs) for worker in (await load_all(store)).workers.values()} == {1}
+    await store.close()
 
 
 async def test_nothing_is_written_without_its_expiry(redis_url: str, raw: Any, prefix: str) -> None:

@@ -36,7 +36,9 @@ from baton_kvindex.packing import EvictedBranch
 VERSION: Final = 1
 """Version of the format; raised when an older index would misread it."""
 ASIDE_S: Final = 60
-"""Expiry of a whole worker that is being written, from its last page on."""
+"""Expiry of a whole worker that is being written."""
+ASIDE_RENEWALS: Final = 4
+"""Renewals of it in that time, until the last worker of its batch is written."""
 PAGE_BLOCKS: Final = 1000
 """Blocks in one command: few enough that packing them never holds up an answer."""
 
@@ -148,7 +150,9 @@ class ColdStore(Protocol):
 
 
 class RedisStore:
-    def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float) -> None:
+    def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float, aside_s: int = ASIDE_S) -> None:
+        self._clock = clock
+        self._aside_s = aside_s
         self._connection = connection = RedisConnection(url, clock=clock, timeout_s=timeout_s)
         self._redis = connection.client
         self._answer = connection.answer
@@ -179,9 +183,13 @@ class RedisStore:
         return {name.decode(errors="replace"): state for name, state in read if state is not None}
 
     async def write(self, batch: Batch, fence: int) -> None:
-        for worker, change in batch.workers.items():
-            if change is not None and change.runs is not None:
-                await self._write_aside(f"{self._aside}{fence}:{worker}", change.runs)
+        await self._write_aside(
+            {
+                f"{self._aside}{fence}:{worker}": change.runs
+                for worker, change in batch.workers.items()
+                if change is not None and change.runs is not None
+            }
+        )
         pipeline = self._redis.pipeline(transaction=True)
         try:
             if await self._watch_fence(pipeline, fence) != fence:
@@ -229,11 +237,21 @@ class RedisStore:
             pipeline.hset(blocks_key, mapping=page)
         pipeline.hset(self._workers, worker, _encode_state(change.state))
 
-    async def _write_aside(self, aside: str, runs: Iterable[Run]) -> None:
-        """Write a whole worker beside its present form, in pages; the batch then moves it into place."""
-        await self._answer(self._redis.delete(aside))
-        for page in _pages(pair for run in runs for pair in slots(run.parent, run.blocks, run.tier)):
-            await self._answer(_hset_for(self._redis, aside, page, ASIDE_S))
+    async def _write_aside(self, workers: Mapping[str, Iterable[Run]]) -> None:
+        """Write whole workers beside their present form, in pages; the batch then moves them into place."""
+        written, renewed_s = list[str](), self._clock.now_s()
+        for aside, runs in workers.items():
+            await self._answer(self._redis.delete(aside))
+            for page in _pages(pair for run in runs for pair in slots(run.parent, run.blocks, run.tier)):
+                await self._answer(_hset_for(self._redis, aside, page, self._aside_s))
+                if self._clock.now_s() - renewed_s >= self._aside_s / ASIDE_RENEWALS:
+                    # A batch of many workers takes longer than the first of them would be kept.
+                    renewed_s = self._clock.now_s()
+                    pipeline = self._redis.pipeline(transaction=False)
+                    for each in written:
+                        pipeline.expire(each, self._aside_s)
+                    await self._answer(pipeline.execute())
+            written.append(aside)
 
     async def _read_blocks(self, worker: str) -> dict[bytes, bytes]:
         parents: dict[bytes, bytes] = {}
