@@ -110,7 +110,11 @@ class TenantStore(Protocol):
         ...
 
     async def take(self, limit: Limit, key: str, cost: int) -> Taken:
-        """Take a cost from a key's bucket, if it fits."""
+        """Take a cost from a key's bucket, if it fits.
+
+        A call that the client of Redis repeats, as the connection broke before the answer, may take it twice: it is
+        back within the minute, and to remember each request would cost Redis half as much again.
+        """
         ...
 
     async def settle(self, writer: str, number: int, settlements: Mapping[str, Settlement]) -> None:
