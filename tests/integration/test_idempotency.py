@@ -149,9 +149,14 @@ class Stalling(MemoryAnswers):
         return found
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["the client leaves", "the store is silent"])
-async def test_a_claim_without_an_answer_is_not_waited_for(lost: bool) -> None:
-    stage, store = Stage(Settings(port=0, api_keys=("one",))), Stalling(lost)
+@pytest.mark.parametrize(
+    ("lost", "status"),
+    [(False, None), (True, 503), (False, 409)],
+    ids=["the client leaves", "the store is silent", "the deadline passes"],
+)
+async def test_a_claim_without_an_answer_is_not_waited_for(lost: bool, status: int | None) -> None:
+    deadline_s = 2.0 if status == 409 else HANG_S
+    stage, store = Stage(Settings(port=0, api_keys=("one",), deadline_s=deadline_s)), Stalling(lost)
     stage.answers = store
     stage.say(HELLO)
     async with stage.standing(), stage.serving(), httpx.AsyncClient(base_url=stage.base_url) as client:
@@ -159,8 +164,8 @@ async def test_a_claim_without_an_answer_is_not_waited_for(lost: bool) -> None:
         await forward(stage, "d1")
         first = asyncio.create_task(client.post(CHAT, json=asked(CHAT), headers=keyed()))
         await store.claimed.wait()
-        if lost:
-            assert (await first).status_code == 503
+        if status is not None:
+            assert (await first).status_code == status
         else:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)

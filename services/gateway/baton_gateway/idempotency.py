@@ -82,7 +82,7 @@ class Once:
         name = hashlib.sha256(f"{state['access'].tenant}\0{key}".encode()).hexdigest()
         try:
             kept = await while_connected(receive, self._wait(self._store, name, digest))
-        except (ClientGone, StoreUnavailable):
+        except (ClientGone, KeyInUse, StoreUnavailable):
             # It may have claimed the key all the same, and nobody would renew the claim or answer.
             self._gateway.spawn(self._release(self._store, name))
             raise
