@@ -12,13 +12,22 @@ from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.policies.protocol import Policy, Question
 from baton_scheduler.prediction import PRESSURE_S, Demand, PrefixMatch
-from baton_scheduler.recorder import BATCH_S, KEEP_AGAIN_S, NAMES_MAX, NOTED_MAX, ROWS_MAX, ObservedPolicy, Recorder
+from baton_scheduler.recorder import (
+    BATCH_S,
+    KEEP_AGAIN_S,
+    KEEP_RETRY_S,
+    NAMES_MAX,
+    NOTED_MAX,
+    ROWS_MAX,
+    ObservedPolicy,
+    Recorder,
+)
 from baton_scheduler.team import Serving
 from baton_scheduler.worker_load import WorkerLoad
 
 from baton import subjects
 from baton.bus import MemoryBus, MemoryNetwork, Retention
-from baton.errors import NoWorkers
+from baton.errors import BusUnavailable, NoWorkers
 from baton.messages.base import Context, Refused
 from baton.messages.decisions import Decision, Verdict
 from baton.messages.placement import Candidate, Disaggregation, Held, Place, Placement
@@ -264,7 +273,7 @@ async def test_all_that_are_given_up_in_a_moment_are_recorded() -> None:
         await world.beat("d1", **FULL)
         for number in range(count):
             assert isinstance(await world.ask(f"r{number}-0", hold_s=5.0), Held)
-        await world.pass_time(6.0)
+        await world.pass_time(2 * KEEP_RETRY_S)
         assert len(world.released()) == count
         verdicts = [[each.verdict for each in await kept(world, f"r{number}")] for number in range(count)]
         assert verdicts == [["held", "refused"]] * count
@@ -310,6 +319,29 @@ async def test_the_first_decision_after_the_server_lost_its_streams_is_recorded(
         world.network.streams.clear()
         await world.pass_time(KEEP_AGAIN_S)
         assert await world.bus.retention(subjects.DECISIONS_STREAM) is not None
+
+
+async def test_a_stream_that_cannot_be_made_yet_is_made_soon(caplog: pytest.LogCaptureFixture) -> None:
+    class Electing(MemoryBus):
+        """A bus whose JetStream has no leader for a while."""
+
+        async def keep(self, stream: str, subject: str, retention: Retention) -> Retention:
+            if elects:
+                raise BusUnavailable("JetStream system temporarily unavailable")
+            return await super().keep(stream, subject, retention)
+
+    elects = True
+    world = World(bus_of_scheduler=Electing)
+    await world.start()
+    async with world.scheduler():
+        await world.beat("d1")
+        await world.pass_time(3 * KEEP_RETRY_S)
+        assert caplog.text.count("decisions are not kept") == 1
+        elects = False
+        await world.pass_time(2 * KEEP_RETRY_S)
+        assert isinstance(await world.ask("first-0"), Placement)
+        await world.pass_time(BATCH_S)
+        assert [each.verdict for each in await kept(world, "first")] == ["placed"]
 
 
 class HangingStreams(MemoryBus):

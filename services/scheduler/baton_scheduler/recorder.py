@@ -42,6 +42,8 @@ BATCH: Final = 16
 """Decisions packed in one step of the event loop: requests that arrive need not wait for all that was noted."""
 KEEP_AGAIN_S: Final = 30.0
 """Interval at which the stream is looked at: it may be missing, or another scheduler changed it at the same moment."""
+KEEP_RETRY_S: Final = 3.0
+"""Time after which it is looked at again where that failed: what is published without a stream is lost."""
 
 
 class ObservedPolicy(Policy):
@@ -85,6 +87,8 @@ class Recorder:
         self._half_full = asyncio.Event()
         self._kept = retention
         """Bounds of the stream, as they were last."""
+        self._is_failing = False
+        """Whether the stream could not be looked at last; it is logged once."""
         self.published = 0
         self.dropped = 0
 
@@ -143,8 +147,8 @@ class Recorder:
             # A server that came back may have lost its streams.
             if reconnects != self._bus.reconnects or self._clock.now_s() >= keep_at_s:
                 reconnects = self._bus.reconnects
-                await self._keep()
-                keep_at_s = self._clock.now_s() + KEEP_AGAIN_S
+                is_kept = await self._keep()
+                keep_at_s = self._clock.now_s() + (KEEP_AGAIN_S if is_kept else KEEP_RETRY_S)
             if not self._begun.is_set():
                 continue
             with suppress(TimeoutError):
@@ -170,13 +174,16 @@ class Recorder:
                     logger.exception("a decision could not be recorded")
             await self._clock.sleep(0)
 
-    async def _keep(self) -> None:
-        """Make the stream, or widen its bounds to this scheduler's."""
+    async def _keep(self) -> bool:
+        """Make the stream, or widen its bounds to this scheduler's; return False where it may be missing."""
         try:
             kept = await self._bus.keep(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, self._retention)
         except BatonError as error:
-            logger.warning("decisions are not kept, so `baton explain` cannot show them: %s", error)
-            return
+            if not self._is_failing:
+                logger.warning("decisions are not kept, so `baton explain` cannot show them: %s", error)
+            self._is_failing = True
+            return False
+        self._is_failing = False
         if kept != self._kept:
             logger.warning(
                 "decisions are kept for %g s and %d bytes, more than this scheduler asks for: see docs/explain.md",
@@ -184,6 +191,7 @@ class Recorder:
                 kept.bytes_max,
             )
             self._kept = kept
+        return True
 
     def pack_next(self) -> Decision:
         """Return the decision that was noted first, with the terms of the workers."""
