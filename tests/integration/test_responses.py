@@ -13,8 +13,10 @@ import openai
 import pytest
 from baton_gateway.config import Settings
 from baton_gateway.parsing.formats import FormatName
+from baton_gateway.responses.store import Key, MemoryStore
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 
+from baton.clock import SystemClock
 from baton.messages.attempts import Cancel, DecodeTask
 from tests.harness.gateway.actors import MODEL, tiny_model
 from tests.harness.gateway.responses import rebuilt, strict_client, with_store
@@ -280,6 +282,24 @@ async def test_deleted_responses_are_gone(pair: Pair) -> None:
     await stage.wait_for(lambda: stage.workers["d1"].got(Cancel))
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(running.id)
+
+
+class Repeating(MemoryStore):
+    """A store whose client asks again, as it does where the connection breaks before the answer."""
+
+    async def delete(self, key: Key) -> bool:
+        await super().delete(key)
+        return await super().delete(key)
+
+
+async def test_a_deletion_that_is_carried_out_twice_succeeds() -> None:
+    store = Repeating(SystemClock(), ttl_s=60.0, bytes_max=1 << 20)
+    async with open_stage(Settings(port=0), store=store) as stage, strict_client(stage.base_url) as client:
+        stage.say(HELLO)
+        response = await create(client)
+        await client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(response.id)
 
 
 async def test_what_is_not_stored(pair: Pair) -> None:

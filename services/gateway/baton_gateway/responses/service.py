@@ -280,10 +280,12 @@ class Responses:
     async def delete(self, key: Key) -> None:
         """Delete a response; one that is being generated is cancelled. Raises ResponseNotFound."""
         record = await self._known().read(key)
-        if record is not None and record.running:
-            await self._known().ask_cancel(key, record.owner)
-        if not await self._known().delete(key):
+        if record is None:
             raise _not_found(key)
+        if record.running:
+            await self._known().ask_cancel(key, record.owner)
+        # What it returns is not asked: where the client of Redis repeats the call, nothing is left the second time.
+        await self._known().delete(key)
 
     async def _discard(self, key: Key) -> None:
         try:
