@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
+from baton.engines.sglang.host import keeping_logs
 from baton.telemetry.logs import LogFormat, LogLevel, configure_logs
 
 
@@ -51,3 +52,15 @@ def test_messages_below_the_level_are_left_out(capsys: pytest.CaptureFixture[str
     logging.getLogger("baton.test").warning("loud")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("WARNING baton.test: loud")
+
+
+def test_an_engine_in_the_same_process_changes_neither_form_nor_level(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs(LogLevel.INFO, LogFormat.JSON)
+    with keeping_logs():
+        logging.basicConfig(level=logging.WARNING, format="[%(asctime)s] %(message)s", force=True)  # As SGLang does.
+    logging.getLogger("baton.test").info("ready")
+    logging.getLogger("sglang.srt").info("quiet")
+    logging.getLogger("sglang.srt").warning("loud")
+    logging.getLogger("sglang").setLevel(logging.NOTSET)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["message"] for line in lines] == ["ready", "loud"]

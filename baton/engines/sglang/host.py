@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -44,6 +45,24 @@ if TYPE_CHECKING:
 
 END_TIMEOUT_S: Final = 5.0
 DISPATCH_INTERVAL_S: Final = 0.001
+
+
+@contextmanager
+def keeping_logs() -> Generator[None]:
+    """Restore this process's log at the end of this context: SGLang replaces it by its own form and level.
+
+    SGLang's own messages keep the level that it has set.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        if root.handlers != handlers:
+            logging.getLogger("sglang").setLevel(root.level)
+            # Closed ones, as these are, still write: their stream is standard error, which stays open.
+            root.handlers[:] = handlers
+            root.setLevel(level)
 
 
 class SglangHost(EngineHost[tuple[Opened, ...]]):
@@ -153,18 +172,20 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
                 from baton.connectors.sglang_cache import BACKEND
 
                 events = {"publisher": "zmq", "endpoint": self.events_endpoint, "bind": True}
-                engine = Engine(
-                    **{"log_level": "warning", **arguments},
-                    model_path=model_path,
-                    radix_cache_backend=BACKEND,
-                    kv_events_config=msgspec.json.encode(events).decode(),
-                    # Layers are promised to peers as the step writes them, which it does in the scheduler's own time.
-                    disable_overlap_schedule=True,
-                    incremental_streaming_output=True,
-                    stream_interval=1,
-                    sleep_on_idle=True,
-                    skip_server_warmup=True,
-                )
+                with keeping_logs():
+                    engine = Engine(
+                        **{"log_level": "warning", **arguments},
+                        model_path=model_path,
+                        radix_cache_backend=BACKEND,
+                        kv_events_config=msgspec.json.encode(events).decode(),
+                        # Layers are promised to peers as the step writes them, which it does in the scheduler's own
+                        # time.
+                        disable_overlap_schedule=True,
+                        incremental_streaming_output=True,
+                        stream_interval=1,
+                        sleep_on_idle=True,
+                        skip_server_warmup=True,
+                    )
         # Both would end this process, or all of its children, with the engine.
         engine.tokenizer_manager._subprocess_watchdog.stop()  # pyright: ignore
         atexit.unregister(engine.shutdown)
