@@ -11,7 +11,10 @@ from baton_gateway.responses.redis_store import PAGE_ENTRIES, RedisStore
 from baton_gateway.responses.store import Key, MemoryStore, NewRecord, ResponseStore, Turn
 
 from baton.clock import SystemClock
+from baton.errors import StoreUnavailable
+from baton.redis import RedisConnection
 from tests.contract.conftest import Connect
+from tests.harness.servers import start_redis
 
 BYTES_MAX = 10_000
 OWNER = "gw-1"
@@ -197,6 +200,24 @@ async def test_cancellations_reach_their_owner_until_it_has_cancelled(store: Res
     assert await store.renew(OWNER, [key("resp_1")]) == []
     await store.ask_cancel(key("resp_1"), OWNER)
     assert await store.renew(OWNER) == [key("resp_1")]
+
+
+async def test_owners_stay_while_redis_is_full() -> None:
+    clock, lease = SystemClock(), f"full:1:owner:{OWNER}"
+    with start_redis() as server:
+        connection = RedisConnection(server.url, clock=clock, timeout_s=5.0)
+        client, answer = connection.client, connection.answer
+        try:
+            store = RedisStore(connection, clock=clock, prefix="full", ttl_s=60.0, bytes_max=BYTES_MAX, lease_s=60.0)
+            await store.create(key(), new())
+            await answer(client.config_set("maxmemory", "1"))  # pyright: ignore[reportUnknownMemberType]
+            await answer(client.pexpire(lease, 30_000))
+            assert await store.renew(OWNER) == []
+            assert await answer(client.pttl(lease)) > 30_000
+            with pytest.raises(StoreUnavailable):
+                await store.append(key(), 0, events(0, 1), HEAD)
+        finally:
+            await connection.close()
 
 
 async def test_deleted_responses_are_gone(store: ResponseStore) -> None:

@@ -129,10 +129,11 @@ return found
 )
 
 _RENEW: Final = """
-redis.call('SET', KEYS[1], '1', 'PX', ARGV[1])
+if redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then redis.call('SET', KEYS[1], '1', 'PX', ARGV[1]) end
 for at = 2, #ARGV do redis.call('SREM', KEYS[2], ARGV[at]) end
 return redis.call('SMEMBERS', KEYS[2])
 """
+"""A Redis that is full sets nothing, but goes on with what there is."""
 
 _KINDS: Final = ("response", "input", "events")
 _AWAY: Final = "the store of responses cannot be reached"
