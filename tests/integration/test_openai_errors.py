@@ -162,6 +162,27 @@ async def test_heads_that_are_none(impatient: Stage, sent: bytes, status: int) -
     assert json.loads(body)["error"]["code"] == "invalid_request"
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/", "/v1/messages/count_tokens?beta=true"])
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"host: x\r\ncontent-length: many\r\n\r\n", 400),
+        (b"host: x\r\nx-slow: ", 408),
+        (b"host: x\r\nx-long: " + b"x" * 70_000 + b"\r\n\r\n", 431),
+    ],
+    ids=["chunk", "length", "slow", "long"],
+)
+async def test_malformed_messages_get_errors_of_anthropic(
+    impatient: Stage, path: str, rest: bytes, status: int
+) -> None:
+    answered, body = await exchange(impatient, f"POST {path} HTTP/1.1\r\n".encode() + rest)
+    assert answered == status
+    error = json.loads(body)
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert set(error) == {"type", "error", "request_id"}
+
+
 async def test_malformed_requests_are_not_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"nonsense\r\n\r\n", CHUNKED + b"zz\r\n"):
         await exchange(stage, sent)

@@ -1,4 +1,4 @@
-"""uvicorn, set up for streams: our own socket and signals, and OpenAI's error format even for malformed HTTP."""
+"""uvicorn, set up for streams: our own socket and signals, and the API's error format even for malformed HTTP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from baton.errors import InvalidRequest, Unavailable
 from baton_gateway.answers import to_json
+from baton_gateway.anthropic import errors as anthropic
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
 from baton_gateway.openai_answers import error_body
@@ -172,7 +173,10 @@ class Protocol(HttpToolsProtocol):
         """Answer input that is no valid request, unless another request is to be answered; end the connection."""
         is_body = self._is_reading_body() and not (self.cycle.response_started or self.pipeline)
         if is_body or not self._is_answering():
-            body = to_json(error_body(InvalidRequest(detail)))
+            error = InvalidRequest(detail)
+            # Of a head that is cut short, the path is known if the request line has come.
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            body = to_json(anthropic.error_body(error) if anthropic.is_messages(path) else error_body(error))
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
