@@ -254,6 +254,28 @@ def test_content_parts_of_every_role_are_text(role: str) -> None:
     assert parse_chat(messages=[{"role": role, "content": parts}]).messages[0].text() == "a\nb"
 
 
+def test_a_refusal_in_the_history_is_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "I will not."}]
+    assert parse_chat(messages=[{"role": "assistant", "content": parts}]).messages[0].text() == "a\nI will not."
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "param"),
+    [
+        ("user", {"type": "refusal", "refusal": "no"}, "messages[0]"),
+        ("assistant", {"type": "refusal"}, "messages[0].content[0].refusal"),
+        ("assistant", {"type": "refusal", "refusal": "no", "text": "no"}, "messages[0].content[0].text"),
+        ("assistant", {"type": "text", "refusal": "no"}, "messages[0].content[0].text"),
+        ("assistant", {"refusal": "no"}, "messages[0].content[0].type"),
+    ],
+    ids=str,
+)
+def test_malformed_refusals_are_named(role: str, part: dict[str, str], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(messages=[{"role": role, "content": [part]}])
+    assert caught.value.param == param
+
+
 @pytest.mark.parametrize("prompt", [3, [], None, ["a", 2], [1, -2], [[1], []], [[]], [[1], "a"], [1.5], [2**31], {}])
 def test_hostile_prompts(prompt: object) -> None:
     with pytest.raises(InvalidRequest) as caught:

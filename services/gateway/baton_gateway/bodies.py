@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind
@@ -135,12 +135,38 @@ class TextPart(BaseModel):
     prompt_cache_breakpoint: Any = None
     """Ignored, likewise."""
 
+    def said(self) -> str:
+        return self.text
+
+
+class RefusalPart(BaseModel):
+    """A refusal in an assistant's message. Templates know no refusals: it is text to them, as in vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    def said(self) -> str:
+        return self.refusal
+
+
+def _part_tag(part: object) -> str:
+    """Return the union member that a part is meant for. Tags are no field names, so that paths leave them out."""
+    is_refusal = isinstance(part, dict) and cast("dict[str, object]", part).get("type") == "refusal"
+    return "(refusal)" if is_refusal else "(text)"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("(text)")] | Annotated[RefusalPart, Tag("(refusal)")], Discriminator(_part_tag)
+]
+
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    content: Text | Annotated[list[Part], Field(max_length=1024, fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: CalledTools | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -150,7 +176,7 @@ class ChatMessage(BaseModel):
 
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
+            return "\n".join(part.said() for part in self.content)
         return self.content or ""
 
 

@@ -64,9 +64,10 @@ def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
         )
     content = message.get("content")
     parts = cast("list[object]", content) if isinstance(content, list) else []
+    taken = ("text", "refusal") if message.get("role") == "assistant" else ("text",)
     for part in parts:
         kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in taken:
             raise InvalidRequest(
                 f"`{where}.content` has a part of type {kind[:40]!r}; this server takes text only, "
                 "no images, audio or files",
