@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, parse
+from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, decode_object, parse
 from baton_gateway.intake import room_of
 from baton_gateway.parameters import (
     EXTENSIONS_BYTES_MAX,
@@ -20,6 +21,7 @@ from baton_gateway.parameters import (
     output_of,
     sampling_of,
 )
+from baton_gateway.responses.bodies import read_envelope
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -252,6 +254,53 @@ def test_a_body_with_many_faults_costs_no_more_than_one_with_few(fields: dict[st
 def test_content_parts_of_every_role_are_text(role: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_chat(messages=[{"role": role, "content": parts}]).messages[0].text() == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"", "the body is empty; this endpoint takes a JSON object"),
+        (b" \r\n", "the body is empty; this endpoint takes a JSON object"),
+        (b'{"a":', "the body is not valid JSON: it is cut short"),
+        (b'{"a":"\\ud800', "the body is not valid JSON: it is cut short"),
+        (b'{"a":"\\\\ud800x', "the body is not valid JSON: it is cut short"),
+        (
+            b'{"a":"\\ud800"}',
+            "the body is not valid JSON: invalid UTF-16 escape: `\\ud800` is half of a surrogate pair",
+        ),
+        (
+            b'{"a":"\\uDbFf\\n"}',
+            "the body is not valid JSON: invalid UTF-16 escape: `\\uDbFf` is half of a surrogate pair",
+        ),
+        (
+            b'{"a":"\\\\\\ud800"}',
+            "the body is not valid JSON: invalid UTF-16 escape: `\\ud800` is half of a surrogate pair",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("decode", [decode_object, read_envelope])
+def test_a_body_that_is_no_json_says_what_is_wrong(
+    decode: Callable[[bytes], object], payload: bytes, said: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(payload)
+    assert caught.value.detail.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b'{"a":"\xff"}', "the body is not valid UTF-8"),
+        (b'{"a":"\\ud800 and more text"}', "surrogate pair (byte 12)"),
+        (b'{"a":"\\udc00"}', "surrogate pair (byte 12)"),
+    ],
+    ids=str,
+)
+def test_a_text_that_is_none_says_what_is_wrong(payload: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_object(payload)
+    assert caught.value.detail.endswith(said)
 
 
 def test_a_refusal_in_the_history_is_text() -> None:

@@ -11,7 +11,15 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind
 from baton_gateway import constraints, fields
-from baton_gateway.body_checks import LOGIT_BIAS_MAX, MESSAGES_MAX, PROMPTS_MAX, check_counts, check_messages, explain
+from baton_gateway.body_checks import (
+    LOGIT_BIAS_MAX,
+    MESSAGES_MAX,
+    PROMPTS_MAX,
+    check_counts,
+    check_messages,
+    explain,
+    explain_json,
+)
 from baton_gateway.tool_bodies import (
     CalledTools,
     Text,
@@ -290,10 +298,8 @@ def decode_object(payload: bytes | bytearray) -> dict[str, Any]:
         raw = msgspec.json.decode(payload)
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("the body is not valid UTF-8") from error
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise explain_json(payload, error) from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     return cast("dict[str, Any]", raw)

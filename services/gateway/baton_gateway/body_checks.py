@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+import msgspec
 from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
@@ -19,6 +21,25 @@ PROMPTS_MAX: Final = 128
 LOGIT_BIAS_MAX: Final = 1024
 NESTED: Final = ("include_usage", "include_obfuscation", "continuous_usage_stats", "text", "type")
 """Fields of objects in bodies that take no others."""
+_END_BYTES: Final = 64
+_HALF_PAIR: Final = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?:[^\\].{0,4}|\\[^u].{0,3})\Z", re.DOTALL
+)
+"""First half of a UTF-16 pair, followed to the end by fewer bytes than the second half has, which are not it."""
+
+
+def explain_json(payload: bytes | bytearray, error: msgspec.DecodeError | UnicodeDecodeError) -> InvalidRequest:
+    """Return the error of a body that is no JSON."""
+    if not payload.strip():
+        return InvalidRequest("the body is empty; this endpoint takes a JSON object")
+    if isinstance(error, UnicodeDecodeError):
+        return InvalidRequest("the body is not valid UTF-8")
+    said = str(error)
+    if "truncated" in said:
+        # msgspec says the same of half a pair near the end of a body that is complete.
+        half = _HALF_PAIR.search(payload[-_END_BYTES:])
+        said = f"invalid UTF-16 escape: `{half[1].decode()}` is half of a surrogate pair" if half else "it is cut short"
+    return InvalidRequest(f"the body is not valid JSON: {said}")
 
 
 def check_counts(given: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 
 from baton.errors import BatonError, InvalidRequest
 from baton_gateway.bodies import ChatBody, GenerationBody, TokenCount, parse
-from baton_gateway.body_checks import explain
+from baton_gateway.body_checks import explain, explain_json
 from baton_gateway.responses.items import AnyItem, Conversation, Items, check_kinds, stored
 from baton_gateway.tool_bodies import TOOLS_MAX, Text
 
@@ -269,7 +269,7 @@ def read_envelope(payload: bytes | bytearray) -> Envelope:
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise explain_json(payload, error) from error
 
 
 def _items_of(history: bytes) -> Sequence[AnyItem]:
