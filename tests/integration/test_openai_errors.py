@@ -260,7 +260,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"n": 5}, "n"),
     ({"stop_token_ids": [512]}, "stop_token_ids"),
-    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 1, "5": 1}}, 'logit_bias["512"]'),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

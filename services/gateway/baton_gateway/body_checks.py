@@ -21,6 +21,10 @@ PROMPTS_MAX: Final = 128
 LOGIT_BIAS_MAX: Final = 1024
 NESTED: Final = ("include_usage", "include_obfuscation", "continuous_usage_stats", "text", "type")
 """Fields of objects in bodies that take no others."""
+KEYED: Final = ("logit_bias", "metadata")
+"""Fields whose keys clients choose."""
+KEY_CHARACTERS_MAX: Final = 40
+"""Longest key in the path of an error; a longer one is cut."""
 _END_BYTES: Final = 64
 _HALF_PAIR: Final = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?:[^\\].{0,4}|\\[^u].{0,3})\Z", re.DOTALL
@@ -97,6 +101,12 @@ def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
     return len(parts)
 
 
+def key_path(key: str) -> str:
+    """Return a key that a client chose, as the paths of errors have it."""
+    key = key[:KEY_CHARACTERS_MAX]
+    return f".{key}" if key.isidentifier() else f'["{key}"]'
+
+
 def explain(error: ValidationError) -> InvalidRequest:
     """Return the most specific of pydantic's errors; for a union, pydantic reports one per member."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
@@ -104,9 +114,11 @@ def explain(error: ValidationError) -> InvalidRequest:
     # The error of the union member with the right type is the useful one.
     first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
     param = ""
-    for part in first["loc"]:
+    for place, part in enumerate(first["loc"]):
         if isinstance(part, int):
             param += f"[{part}]"
+        elif place == 1 and param in KEYED:
+            param += key_path(part)
         elif part.isidentifier():
             # Pydantic names union members in the path, such as `constrained-str`: no field of the body.
             param += f".{part}" if param else part

@@ -217,7 +217,8 @@ class Intake:
             said = f"the parameters of all answers together are longer than {CARRIED_BYTES_MAX} bytes: ask for fewer"
             raise InvalidRequest(said, param="n")
         tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
-        tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
+        if sampling.logit_bias:
+            tokenizer.check_tokens(list(sampling.logit_bias), f'logit_bias["{max(sampling.logit_bias)}"]')
         context_tokens_max = model.context_tokens_max
         explicit = body.explicit_tokens_max()
         if self._refuses_long and explicit is not None and explicit > context_tokens_max:

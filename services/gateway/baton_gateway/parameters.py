@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, Sampling
 from baton_gateway import constraints, fields
 from baton_gateway.bodies import KNOWN_EXTRA, TOKENS_MAX, GenerationBody
+from baton_gateway.body_checks import key_path
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
 
@@ -183,5 +184,6 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     for token in bias:
         # `isdigit` alone also takes digits of other scripts.
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            raise InvalidRequest(f"`logit_bias` maps token ids, and {token[:40]!r} is none", param="logit_bias")
+            said = f"`logit_bias` maps token ids, and {token[:40]!r} is none"
+            raise InvalidRequest(said, param=f"logit_bias{key_path(token)}")
     return {int(token): value for token, value in bias.items()}
