@@ -187,7 +187,6 @@ OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
     [
         (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {**HI, **FORCED}, "tool_choice"),
-        (CHAT, {**HI, **FORCED, "tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {**HI, "structured_outputs": {"regex": None, "choice": ["a"]}}, "structured_outputs.choice"),
         (COMPLETIONS, {**TEXT, "response_format": {"type": "text"}, "regex": "a"}, "regex"),
         ("/v1/responses", {**RESPONSE, "text": {"format": {**OBJECT, "name": "a"}}}, "text.format"),
@@ -205,6 +204,31 @@ async def test_a_constraint_that_no_worker_enforces_is_named_as_it_was_sent(
     answer = await client.post(path, json=body)
     assert (answer.status_code, answer.json()["error"].get("param", field)) == (400, field)
     assert answer.json()["error"]["message"] == f"no worker of the model `{MODEL}` can enforce `{field}`"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {**HI, **FORCED, "tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {**HI, "tools": FORCED["tools"], "structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ("/v1/responses", {**RESPONSE, "tools": [RESPONSE_TOOL], "text": {"format": {**OBJECT, "name": "a"}}},
+         "text.format"),
+        ("/v1/messages", {**MESSAGE, "tools": [MESSAGE_TOOL], "output_config": {"format": OBJECT}},
+         "output_config.format"),
+    ],
+)  # fmt: skip
+async def test_a_constraint_that_no_worker_enforces_beside_tools_is_named_with_them(
+    stage: Stage, client: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    # This worker enforces all constraints but the one that is either JSON or calls.
+    kept = tuple(name for name in stage.workers["d1"].parameters if "structural_tag" not in name)
+    stage.workers["d1"].parameters = kept
+    beats = stage.gateway.workers.members.beats
+    await stage.wait_for(lambda: all(beat.parameters == kept for beat in beats()))
+    answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"].get("param", field)) == (400, field)
+    said = f"no worker of the model `{MODEL}` can enforce `{field}` beside `tools`"
+    assert answer.json()["error"]["message"] == said
 
 
 async def test_a_misspelt_field_gets_a_hint(client: httpx.AsyncClient) -> None:

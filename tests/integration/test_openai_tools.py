@@ -235,6 +235,7 @@ async def test_formats_in_which_calls_cannot_be_enforced(
         with pytest.raises(openai.BadRequestError) as refused:
             await complete(client, messages=[USER], **{"tools": TOOLS} | fields)
         assert refused.value.param == param
+        assert ("constraint" in refused.value.message) == ("response_format" in fields)
         assert not stage.workers["d1"].got(DecodeTask)
 
 

@@ -175,7 +175,9 @@ def _accept(gateway: Gateway, parsed: Parsed, access: Access) -> Model:
     """
     access.check_model(parsed.model)
     model = gateway.workers.model(parsed.model)
-    gateway.workers.check_parameters(model.name, parsed.parameters, parsed.constraint_field)
+    gateway.workers.check_parameters(
+        model.name, parsed.parameters, parsed.constraint_field, beside_tools=parsed.beside_tools
+    )
     trusted = gateway.settings.trust_request_chat_template or access.may(Permission.CHAT_TEMPLATE)
     if parsed.own_template and not trusted:
         said = (

@@ -60,6 +60,8 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`Sampling.parameters`: those that not every engine takes."""
     constraint_field: str = ""
     """Path of the field that constrains the answer, which may be `tool_choice`; empty: none does."""
+    beside_tools: bool = False
+    """Whether the answer may be calls instead of what that field demands."""
     own_template: bool = False
     """Whether the body has a chat template, which is a program."""
 
@@ -150,12 +152,12 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
-        constraint_field = constraint_field_of(body) if constraint else ""
+        constraint_field, beside_tools = constraint_field_of(body) if constraint else "", False
         if isinstance(body, ChatBody):
             body.check_constrained_tools(constraint)
             # The text depends on the model's format of calls.
             if (required := body.required_tools()) or (constraint and body.active_tools()):
-                constraint_field = "tool_choice" if required else constraint_field
+                constraint_field, beside_tools = ("tool_choice", False) if required else (constraint_field, True)
                 constraint = Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text="")
         return Parsed(
             model=body.model,
@@ -163,6 +165,7 @@ class Intake:
             choices_per_prompt=body.n or 1,
             parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
             constraint_field=constraint_field,
+            beside_tools=beside_tools,
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 

@@ -124,8 +124,10 @@ class ModelTokenizer:
         if not isinstance(body, ChatBody) or not (body.required_tools() or (stated and body.active_tools())):
             return stated
         if (form := self._form) is None or (syntax := form.spec.calls) is None:
-            said = "this server cannot enforce calls in the format of this model: `tool_choice` can be `auto` or `none`"
-            raise InvalidRequest(said, param="tool_choice" if body.required_tools() else "tools")
+            said = "this server cannot enforce calls in the format of this model: "
+            if body.required_tools():
+                raise InvalidRequest(f"{said}`tool_choice` can be `auto` or `none`", param="tool_choice")
+            raise InvalidRequest(f"{said}leave out `tools` or the constraint on the answer", param="tools")
         parallel = body.parallel_tool_calls is not False and not names_one_tool(body.tool_choice)
         if required := body.required_tools():
             if form.spec.is_python:
@@ -136,7 +138,10 @@ class ModelTokenizer:
             calls = calls_format(syntax, schemas_of(required), parallel=parallel, reasoning=reasoning)
             return format_constraint(calls, "tools")
         if not opening_of(syntax):
-            said = "the calls of this model cannot be told from JSON: leave out `tools`, or set `tool_choice`"
+            said = (
+                "the calls of this model cannot be told from the JSON that the answer is constrained to: leave out "
+                "`tools` or the constraint, or set `tool_choice`"
+            )
             raise InvalidRequest(said, param="tools")
         assert stated is not None
         calls = calls_format(syntax, schemas_of(body.active_tools()), parallel=parallel)

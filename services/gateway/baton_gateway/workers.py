@@ -69,10 +69,13 @@ class WorkerTable:
             context_tokens_max=min(heartbeat.context_tokens_max for heartbeat in agreeing),
         )
 
-    def check_parameters(self, model: str, names: Iterable[str], constraint_field: str = "") -> None:
+    def check_parameters(
+        self, model: str, names: Iterable[str], constraint_field: str = "", *, beside_tools: bool = False
+    ) -> None:
         """Raise InvalidRequest, naming one parameter, if no live decode worker of the model takes all of these.
 
         `constraint_field`: the request's field that constrains the answer; its parameter is named otherwise.
+        `beside_tools`: the answer may be calls instead.
         If none is live at the moment, the request waits for one, which then decides.
         """
         wanted = set(names)
@@ -81,7 +84,8 @@ class WorkerTable:
         if lacking and all(lacking):
             name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
             if constraint_field and name in CONSTRAINT_PARAMETERS:
-                said = f"no worker of the model `{model}` can enforce `{constraint_field}`"
+                beside = " beside `tools`" if beside_tools else ""
+                said = f"no worker of the model `{model}` can enforce `{constraint_field}`{beside}"
                 raise InvalidRequest(said, param=constraint_field)
             parameters = {name for beat in self.members.beats() for name in beat.parameters}
             # A part of a known field, such as `structured_outputs.json`, is spelt as it should be.
