@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -132,6 +133,27 @@ async def test_requests_per_minute_are_limited_in_openais_form(world: World) -> 
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
     await client.close()
     assert "x-ratelimit-limit-requests" not in (await world.post(await world.new_key())).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_state_the_limits_in_anthropics_form(world: World, stream: bool) -> None:
+    key = await world.new_key(requests_per_minute=2, tokens_per_minute=5000)
+    sent = {"authorization": f"Bearer {key}"}
+    body, began_at = {**HI, "max_tokens": 50, "stream": stream}, datetime.now(UTC)
+    first, _, third = [await world.client.post("/v1/messages", json=body, headers=sent) for _ in range(3)]
+    assert (first.status_code, third.status_code) == (200, 429)
+    assert third.json()["error"]["type"] == "rate_limit_error"
+    prefix = "anthropic-ratelimit-"
+    stated = {name.removeprefix(prefix): first.headers[name] for name in first.headers if name.startswith(prefix)}
+    assert set(stated) == {
+        f"{limit}-{what}" for limit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+    }
+    assert (stated["requests-limit"], stated["requests-remaining"], stated["tokens-limit"]) == ("2", "1", "5000")
+    assert stated["tokens-remaining"] == first.headers["x-ratelimit-remaining-tokens"]
+    for answer, limit, after_s in ((first, "requests", 30), (first, "tokens", 1), (third, "requests", 60)):
+        reset_at = datetime.strptime(answer.headers[f"{prefix}{limit}-reset"], "%Y-%m-%dT%H:%M:%S%z")
+        assert -1 <= (reset_at - began_at).total_seconds() - after_s < HANG_S
+    assert not any(name.startswith(prefix) for name in (await world.post(key)).headers)
 
 
 async def test_tokens_per_minute_are_reserved_and_settled(world: World) -> None:

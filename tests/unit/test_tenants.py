@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -270,7 +271,12 @@ async def test_requests_are_limited_and_the_headers_say_how() -> None:
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "1",
         "x-ratelimit-reset-requests": "30s",
+        "anthropic-ratelimit-requests-limit": "2",
+        "anthropic-ratelimit-requests-remaining": "1",
+        "anthropic-ratelimit-requests-reset": headers["anthropic-ratelimit-requests-reset"],
     }
+    reset_at = datetime.strptime(headers["anthropic-ratelimit-requests-reset"], "%Y-%m-%dT%H:%M:%S%z")
+    assert 30.0 <= reset_at.timestamp() - world.clock.wall_s() < 31.0
     await world.quotas.take_request(access, headers)
     with pytest.raises(RateLimited, match=r"2 requests per minute; 0 are left") as caught:
         await world.quotas.take_request(access, headers)

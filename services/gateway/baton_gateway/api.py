@@ -43,7 +43,7 @@ from baton_gateway.responses.redis_store import RedisStore
 from baton_gateway.responses.service import Responses
 from baton_gateway.responses.store import ResponseStore
 from baton_gateway.service import Gateway
-from baton_gateway.tenants.quotas import LIMIT_HEADERS
+from baton_gateway.tenants.quotas import ANTHROPIC_LIMIT_HEADERS, OPENAI_LIMIT_HEADERS
 from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
@@ -82,7 +82,10 @@ NOT_SERVED: Final = {
 }
 """What is not served, by the beginning of its paths."""
 CORS_METHODS: Final = ("GET", "POST", "DELETE")
-CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode", *LIMIT_HEADERS)
+CORS_EXPOSED: Final = (
+    "x-request-id", "request-id", "retry-after", "x-baton-prefill", "x-baton-decode", *OPENAI_LIMIT_HEADERS,
+    *ANTHROPIC_LIMIT_HEADERS,
+)  # fmt: skip
 """Headers of answers that pages may read."""
 
 

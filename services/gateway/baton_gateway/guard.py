@@ -19,7 +19,7 @@ from baton_gateway.bodies import REQUEST_NAME
 from baton_gateway.drain_state import DrainState
 from baton_gateway.openai_answers import error_body
 from baton_gateway.tenants.keyring import Keyring
-from baton_gateway.tenants.quotas import Quotas
+from baton_gateway.tenants.quotas import ANTHROPIC_LIMIT_HEADERS, Quotas
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,12 @@ class Guard:
                 started = True
                 self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                if limit_headers:
-                    MutableHeaders(scope=message).update(limit_headers)
-                if anthropic.is_messages(scope["path"]):
+                if of_messages := anthropic.is_messages(scope["path"]):
                     MutableHeaders(scope=message)["request-id"] = request_id
+                if limit_headers:
+                    left_out = () if of_messages else ANTHROPIC_LIMIT_HEADERS
+                    stated = {name: value for name, value in limit_headers.items() if name not in left_out}
+                    MutableHeaders(scope=message).update(stated)
                 if self._drain_state() is not DrainState.OPEN:
                     # The client must send its next request on another connection.
                     MutableHeaders(scope=message)["connection"] = "close"

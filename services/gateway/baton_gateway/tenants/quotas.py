@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Final, get_args
 
@@ -29,8 +30,10 @@ UNSETTLED_KEYS_MAX: Final = 10_000
 LABELS_MAX: Final = 100
 """Tenants with metrics of their own; all others are `other`."""
 
-LIMIT_HEADERS: Final = tuple(
-    f"x-ratelimit-{what}-{limit}" for limit in get_args(Limit) for what in ("limit", "remaining", "reset")
+_STATED: Final = ("limit", "remaining", "reset")
+OPENAI_LIMIT_HEADERS: Final = tuple(f"x-ratelimit-{what}-{limit}" for limit in get_args(Limit) for what in _STATED)
+ANTHROPIC_LIMIT_HEADERS: Final = tuple(
+    f"anthropic-ratelimit-{limit}-{what}" for limit in get_args(Limit) for what in _STATED
 )
 
 Headers = MutableMapping[str, str]
@@ -64,7 +67,10 @@ class Quotas:
         self._labels: set[str] = set()
 
     async def take_request(self, access: Access, headers: Headers) -> None:
-        """Take one request; `headers` get those that state the limit. Raises RateLimited and StoreUnavailable."""
+        """Take one request. Raises RateLimited and StoreUnavailable.
+
+        `headers` get those that state the limit, under the names of both APIs.
+        """
         if access.rights.requests_per_minute:
             await self._take(access, "requests", access.rights.requests_per_minute, 1, headers)
 
@@ -87,9 +93,11 @@ class Quotas:
                 return None
             raise StoreUnavailable("the limits of API keys cannot be checked now", retry_after_s=1.0) from error
         rest = left(taken, per_minute)
-        headers[f"x-ratelimit-limit-{limit}"] = str(per_minute)
-        headers[f"x-ratelimit-remaining-{limit}"] = str(rest)
+        for what, stated in (("limit", per_minute), ("remaining", rest)):
+            headers[f"x-ratelimit-{what}-{limit}"] = headers[f"anthropic-ratelimit-{limit}-{what}"] = str(stated)
         headers[f"x-ratelimit-reset-{limit}"] = f"{math.ceil(taken.full_in_us / 1000) / 1000:g}s"
+        full_at = datetime.fromtimestamp(math.ceil(self._clock.wall_s() + taken.full_in_us / 1e6), UTC)
+        headers[f"anthropic-ratelimit-{limit}-reset"] = f"{full_at:%Y-%m-%dT%H:%M:%SZ}"
         if not taken.fits:
             self._refusals[limit] += 1
             again_s = wait_s(taken, cost)
