@@ -302,6 +302,21 @@ async def test_a_deletion_that_is_carried_out_twice_succeeds() -> None:
             await client.responses.delete(response.id)
 
 
+async def test_a_conversation_ends_where_one_of_its_responses_is_deleted(pair: Pair) -> None:
+    _, client = pair
+    first = await create(client)
+    middle = await create(client, previous_response_id=first.id)
+    last = await create(client, previous_response_id=middle.id)
+    await client.responses.delete(middle.id)
+    assert (await client.responses.retrieve(last.id)).output_text == HELLO
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(client, previous_response_id=last.id)
+    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert f"`{middle.id}` is not stored (any more), and `{last.id}` continues it" in refused.value.message
+    branch = await create(client, previous_response_id=first.id)
+    assert branch.output_text == HELLO
+
+
 async def test_what_is_not_stored(pair: Pair) -> None:
     _, client = pair
     response = await create(client, store=False)

@@ -194,11 +194,14 @@ class Responses:
         Raises InvalidRequest if it is not stored, or still being generated, and StoreUnavailable.
         """
         store, turns, room_bytes = self._known(), list[bytes](), self._gateway.settings.body_bytes_max
-        param, count = "previous_response_id", 0
+        param, count, asked = "previous_response_id", 0, previous
         while previous:
             turn = await store.turn(Key(tenant, previous))
             if turn is None:
-                raise PreviousNotFound(f"the response `{previous[:80]}` is not stored (any more)", param=param)
+                said = f"the response `{previous[:80]}` is not stored (any more)"
+                if count:
+                    said = f"{said}, and `{asked[:80]}` continues it: send the whole conversation as `input`"
+                raise PreviousNotFound(said, param=param)
             if turn.running:
                 await self.read(Key(tenant, previous))
                 raise ResponseRunning(f"the response `{previous[:80]}` is still being generated", param=param)
