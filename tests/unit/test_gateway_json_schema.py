@@ -214,6 +214,38 @@ def test_a_pattern_that_could_hold_an_engine_up_is_refused(pattern: str) -> None
     assert caught.value.param == "p"
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a++", "a*+b", "a?+b", "a{2}+b", "a**", "a{2}{3}", "a+?+", "a???", "(a|b)+*",
+        r"\Aabc", r"abc\Z", r"abc\z", r"\h+", r"\Q*\E", r"\R", r"\g<1>", r"\U0001F600", r"\x{41}", r"\07",
+        r"\ud83d\ude00", r"[\p{L}]", r"[\P{L}]", r"[\x{41}]", r"[a\h]", r"[\1]", r"[^\07]", r"\\\A",
+    ],
+)  # fmt: skip
+def test_what_engines_take_for_something_else_is_refused(pattern: str) -> None:
+    for schema, path in (
+        ({"pattern": pattern}, "s.pattern"),
+        ({"patternProperties": {pattern: {}}}, "s.patternProperties"),
+    ):
+        with pytest.raises(InvalidRequest, match="no engine") as caught:
+            check_schema(schema, "s")
+        assert caught.value.param == path
+    with pytest.raises(InvalidRequest):
+        check_pattern(pattern, "p")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a+?", "a*?b", "a??", "a{2,3}?", "(a+)+", r"a\++", r"[+*]+", r"(?i)abc", "(?P<x>a)b", "(?<x>a)b", r"\\Aa",
+        r"[\\A]", r"\d\D\w\W\s\S\n\r\t\f\v", r"\p{L}", r"\1", r"\b", "\\",
+        r"\x41\u0041\u{1F600}\cA\0", r"[\x41-\x43\d\w.-]", r"\.\-\/\@\_\é",
+    ],
+)  # fmt: skip
+def test_what_engines_read_rightly_or_refuse_themselves_passes(pattern: str) -> None:
+    check_pattern(pattern, "p")
+
+
 @pytest.mark.parametrize("unit", ["[", "{9", "(", "\\", "{1,", "[^"])
 def test_the_checks_of_a_hostile_pattern_take_time_in_proportion(unit: str) -> None:
     def least_s(characters: int) -> float:

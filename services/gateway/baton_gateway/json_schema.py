@@ -89,6 +89,14 @@ _ANCHORS: Final = ("^", "$", "\\b", "\\B")
 """Tokens that match between characters."""
 _LOOKAROUNDS: Final = ("(?=", "(?!", "(?<=", "(?<!")
 """Tokens that begin look-around: xgrammar 0.2 ignores look-ahead in a schema's patterns."""
+_ESCAPES: Final = frozenset("DSWacdefknprstuvwxPbB0123456789")
+"""Letters and digits that mean something behind a backslash. xgrammar 0.2 takes any other for itself, such as `\\A`."""
+_CLASS_ESCAPES: Final = _ESCAPES - frozenset("BPkp123456789")
+"""The same within a class."""
+_ESCAPE: Final = re.compile(
+    r"\\(?P<kind>.)(?P<wrong>(?<=x)\{|(?<=0)[0-9]|(?<=u)[dD][89a-fA-F][0-9a-fA-F]{2})?", re.DOTALL
+)
+"""An escape, with what xgrammar 0.2 misreads behind its letter: `\\x{41}`, octal numbers, halves of surrogate pairs."""
 
 
 class _Below(NamedTuple):
@@ -290,10 +298,40 @@ def check_pattern(pattern: object, where: str | _Below) -> None:
         raise _wrong(where, "a regular expression has no NUL character")
     if "(?" in pattern and any(found.group() in _LOOKAROUNDS for found in _TOKEN.finditer(pattern)):
         raise _wrong(where, "no engine enforces look-ahead or look-behind")
+    _check_dialect(pattern, where)
     if _steps(pattern, where) > PATTERN_STEPS_MAX:
         raise _wrong(where, "repetitions within repetitions make this regular expression too large")
     if _is_crowded(pattern):
         raise _wrong(where, f"a regular expression has {CROWDED}")
+
+
+def _check_dialect(pattern: str, where: str | _Below) -> None:
+    """Raise InvalidRequest for syntax that no engine refuses, and that xgrammar 0.2 takes for something else.
+
+    In a schema's patterns it takes `a++` for `(a+)+`. It reads `(?i)` and `(?P<name>…)` there as Python does.
+    """
+    quantified = lazy = False
+    for found in _TOKEN.finditer(pattern):
+        token = found.group()
+        if _repetitions(found) is None:
+            quantified = lazy = False
+            if token[0] == "\\" and (escape := _ESCAPE.match(pattern, found.start())):
+                _check_escape(escape, _ESCAPES, where)
+            elif token[0] == "[" and "\\" in token:
+                for escape in _ESCAPE.finditer(token):
+                    _check_escape(escape, _CLASS_ESCAPES, where)
+        elif not quantified:
+            quantified = True
+        elif token == "?" and not lazy:
+            lazy = True
+        else:
+            raise _wrong(where, f"no engine enforces a repetition of a repetition, such as `a+{token}`: use a group")
+
+
+def _check_escape(escape: re.Match[str], known: frozenset[str], where: str | _Below) -> None:
+    kind = escape["kind"]
+    if escape["wrong"] or (kind.isascii() and kind.isalnum() and kind not in known):
+        raise _wrong(where, f"no engine knows the escape `{escape.group()}`")
 
 
 def _steps(pattern: str, where: str | _Below) -> int:
