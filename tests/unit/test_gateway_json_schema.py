@@ -246,6 +246,44 @@ def test_what_engines_read_rightly_or_refuse_themselves_passes(pattern: str) -> 
     check_pattern(pattern, "p")
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        'a"b', r"\"", r"^C:\\[a-z]+$", r"a\nb", "a\tb", r"\e", r"\cA", r"\0", r"\x1F", r"\x22", r"\u005c", r"\u{22}",
+        r"\u{00a}", '["]', r"[\\]", r"a[\n]", r'["\\\x0a]', '"?', '(x|")', '(?P<x>")',
+    ],
+)  # fmt: skip
+def test_characters_that_json_escapes_are_refused_in_patterns_of_texts(pattern: str) -> None:
+    for schema, path in (
+        ({"items": {"pattern": pattern}}, "s.items.pattern"),
+        ({"patternProperties": {pattern: {}}}, "s.patternProperties"),
+    ):
+        with pytest.raises(InvalidRequest, match="JSON writes it as an escape") as caught:
+            check_schema(schema, "s")
+        assert caught.value.param == path
+    check_pattern(pattern, "p")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r'[^"\\\n]+',
+        r'[\w"]',
+        r"\s\W\D\S.",
+        r"\x20\x23\x5b\u0021\u00e9\u{222}",
+        r"[ -~]",
+        r"[^\n]",
+        r"\^\$\.",
+        "é",
+        "n0",
+        "[]a",
+        "[",
+    ],
+)
+def test_other_characters_pass_in_patterns_of_texts(pattern: str) -> None:
+    check_schema({"pattern": pattern}, "s")
+
+
 @pytest.mark.parametrize("unit", ["[", "{9", "(", "\\", "{1,", "[^"])
 def test_the_checks_of_a_hostile_pattern_take_time_in_proportion(unit: str) -> None:
     def least_s(characters: int) -> float:

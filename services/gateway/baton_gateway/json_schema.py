@@ -97,6 +97,12 @@ _ESCAPE: Final = re.compile(
     r"\\(?P<kind>.)(?P<wrong>(?<=x)\{|(?<=0)[0-9]|(?<=u)[dD][89a-fA-F][0-9a-fA-F]{2})?", re.DOTALL
 )
 """An escape, with what xgrammar 0.2 misreads behind its letter: `\\x{41}`, octal numbers, halves of surrogate pairs."""
+_ESCAPED_IN_JSON: Final = re.compile(
+    r"""[\x00-\x1f"]|\\(?:[\\"0aefnrtv]|c[A-Za-z]|(?:x|u00)(?:[01][0-9a-fA-F]|22|5[cC])
+    |u\{0*(?:1?[0-9a-fA-F]|22|5[cC])\})""",
+    re.VERBOSE,
+)
+"""A character that JSON writes as an escape. xgrammar 0.2 has it written as it is, so that the answer is no JSON."""
 
 
 class _Below(NamedTuple):
@@ -192,7 +198,7 @@ def _subschemas(schema: Mapping[str, object], where: str) -> Iterator[tuple[dict
                 named = cast("dict[str, object]", value)
                 if key == "patternProperties":
                     for name in named:
-                        check_pattern(name, below)
+                        _check_json_pattern(name, below)
                 pending += [(each, _Below(below, name)) for name, each in named.items()]
             elif key in _SCHEMA:
                 pending.append((value, below))
@@ -235,7 +241,7 @@ def _check_keywords(schema: Mapping[str, object], path: str | _Below) -> None:
         if key in schema and (lengths := _LENGTHS & schema.keys()):
             raise _wrong(_Below(path, min(lengths)), f"no engine enforces it beside `{key}`")
     if "pattern" in schema:
-        check_pattern(schema["pattern"], _Below(path, "pattern"))
+        _check_json_pattern(schema["pattern"], _Below(path, "pattern"))
 
 
 def _check_type(kind: object, path: str | _Below) -> None:
@@ -286,6 +292,24 @@ def _member(container: object, name: str) -> object:
         items = cast("list[object]", container)
         return items[int(name)] if len(name) < 10 and int(name) < len(items) else None
     return None
+
+
+def _check_json_pattern(pattern: object, where: str | _Below) -> None:
+    """Check a pattern of texts in JSON, too, which a pattern can neither escape nor leave as they are.
+
+    From a class with others, xgrammar leaves such characters out.
+    """
+    check_pattern(pattern, where)
+    assert isinstance(pattern, str)
+    for found in _TOKEN.finditer(pattern):
+        token = found.group()
+        if token[0] == "[":
+            members = token[1:-1]
+            escaped = members != "" and not _ESCAPED_IN_JSON.sub("", members)
+        else:
+            escaped = _ESCAPED_IN_JSON.match(pattern, found.start()) is not None
+        if escaped:
+            raise _wrong(where, f"no engine enforces {pattern[found.start() :][:8]!r}: JSON writes it as an escape")
 
 
 def check_pattern(pattern: object, where: str | _Below) -> None:
