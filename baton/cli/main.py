@@ -35,6 +35,8 @@ from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 EXIT_BROKEN_PIPE: Final = 128 + signal.SIGPIPE
 """Status that a shell shows for a program that SIGPIPE has ended."""
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+"""The same for SIGINT, as Ctrl-C sends it."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -55,6 +57,8 @@ def main() -> int:
         # The reader of the output has ended, as `head` does when it has seen enough.
         _discard_output()
         return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except OSError as error:
         if (refusal := describe_refusal(error)) is None:
             raise

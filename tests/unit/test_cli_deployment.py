@@ -305,6 +305,19 @@ def test_a_reader_that_ends_first_is_no_error(unbuffered: str) -> None:
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_an_interrupted_command_ends_without_a_traceback() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        silent.settimeout(HANG_S)
+        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "baton.cli", "index", "--nats-url", url]
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            connection, _ = silent.accept()
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=HANG_S)
+            connection.close()
+    assert (process.returncode, said) == (128 + signal.SIGINT, b"")
+
+
 def test_a_folder_that_cannot_be_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
