@@ -277,7 +277,9 @@ class NatsBus:
             await _end(client)
             if isinstance(error, TlsNotRequired) or "uthorization" in str(error):
                 raise ConfigurationError(f"the message bus at {_public(self._url)} refuses: {error}") from error
-            raise BusUnavailable(f"the message bus at {_public(self._url)} cannot be reached: {error}") from error
+            # A plain TimeoutError has no text.
+            reason = str(error) or "no answer in time"
+            raise BusUnavailable(f"the message bus at {_public(self._url)} cannot be reached: {reason}") from error
         is_up = True
         self._client, self._requests = client, requests
 

@@ -9,8 +9,10 @@ import asyncio
 import inspect
 import logging
 import shutil
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -507,3 +509,11 @@ async def test_messages_keep_their_order_when_the_socket_is_full(server: Server,
     while len(taken) < 20 or not any(taken[-10:]):
         await publish()
     assert await inbox.wait(len(sent)) == sent
+
+
+async def test_a_server_that_says_nothing_is_named_as_such() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(BusUnavailable, match="cannot be reached: no answer in time"):
+            async with asyncio.timeout(HANG_S):
+                await NatsBus.connect(url, name="test", timeout_s=0.5)
