@@ -102,6 +102,12 @@ def run(parsed: argparse.Namespace) -> int:
     trace = overlay(trace, parsed.copies, Random(f"{parsed.seed} copies"))
     if parsed.load is not None:
         trace = at_load(trace, fleet, parsed.load, copies=parsed.copies)
+    if parsed.out is not None:
+        # Before the replay, too: its result would be lost.
+        try:
+            parsed.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--out {parsed.out}: {error.filename}: {error.strerror}") from error
     outcomes: dict[str, list[Outcome]] = {}
     for policy in policies:
         on, new_router = on_fleet(policy, fleet)

@@ -97,11 +97,14 @@ def test_plots_and_the_page_are_written(trace: str, tmp_path: Path) -> None:
     assert set(json.loads((folder / "replay.json").read_text())["policies"]) == {"baton", "round-robin"}
 
 
-def test_a_folder_that_cannot_be_made_is_named(trace: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named_before_the_replay(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"--out .*file/results: .*Not a directory"):
         run(["replay", trace, "--out", str(tmp_path / "file" / "results")], {})
+    assert capsys.readouterr().err == "", "the replay ran, and its result was lost"
 
 
 def test_without_matplotlib_the_fix_is_named_before_the_replay(
