@@ -123,11 +123,15 @@ void Agent::check_usable_locked() const {
 }
 
 // Peers must not be taken for silent because nothing they sent could be read: the alarm that was missed is still ahead.
+// Once: where this thread is always late, alarms must come all the same.
 double Agent::core_time_s_locked() {
   const double time_s = now_s() - stood_still_s_, alarm_s = core_.wake_s();
-  const bool late = time_s > alarm_s + kLateS;
+  const bool late = time_s > alarm_s + kLateS && alarm_s != put_off_s_;
   core_time_s_ = std::max(core_time_s_, late ? alarm_s - kCatchUpS : time_s);
-  if (late) stood_still_s_ += time_s - core_time_s_;
+  if (late) {
+    put_off_s_ = alarm_s;
+    stood_still_s_ += time_s - core_time_s_;
+  }
   return core_time_s_;
 }
 

@@ -130,6 +130,7 @@ class Agent {
   bool closed_ = false;
   double core_time_s_ = 0;    // The time of the core's last step.
   double stood_still_s_ = 0;  // Total time that the core's time leaves out.
+  double put_off_s_ = -1;     // The alarm that was put off last.
 
   std::mutex closing_;  // Held for the whole of `close`.
   std::atomic<bool> stopping_ = false;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import redis.asyncio as redis
@@ -54,7 +54,7 @@ def agrees(service: IndexService, worker: Worker) -> bool:
 async def test_what_is_cold_matches_changes_and_survives_a_restart(
     nats_url: str, redis_url: str, bus: NatsBus, worker: Worker
 ) -> None:
-    settings = {"memory_bytes_max": 1, "cold_timeout_s": 20.0, "cold_patience_s": 20.0}
+    settings: dict[str, Any] = {"memory_bytes_max": 1, "cold_timeout_s": 20.0, "cold_patience_s": 20.0}
     async with indexing(nats_url, redis_url, worker.name, **settings) as service:
         for path in PATHS:
             await worker.store(path)

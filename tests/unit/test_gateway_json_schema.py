@@ -223,10 +223,11 @@ def test_a_pattern_that_could_hold_an_engine_up_is_refused(pattern: str) -> None
     ],
 )  # fmt: skip
 def test_what_engines_take_for_something_else_is_refused(pattern: str) -> None:
-    for schema, path in (
+    schemas: tuple[tuple[dict[str, Any], str], ...] = (
         ({"pattern": pattern}, "s.pattern"),
         ({"patternProperties": {pattern: {}}}, "s.patternProperties"),
-    ):
+    )
+    for schema, path in schemas:
         with pytest.raises(InvalidRequest, match="no engine") as caught:
             check_schema(schema, "s")
         assert caught.value.param == path
@@ -254,10 +255,11 @@ def test_what_engines_read_rightly_or_refuse_themselves_passes(pattern: str) -> 
     ],
 )  # fmt: skip
 def test_characters_that_json_escapes_are_refused_in_patterns_of_texts(pattern: str) -> None:
-    for schema, path in (
+    schemas: tuple[tuple[dict[str, Any], str], ...] = (
         ({"items": {"pattern": pattern}}, "s.items.pattern"),
         ({"patternProperties": {pattern: {}}}, "s.patternProperties"),
-    ):
+    )
+    for schema, path in schemas:
         with pytest.raises(InvalidRequest, match="JSON writes it as an escape") as caught:
             check_schema(schema, "s")
         assert caught.value.param == path
