@@ -126,7 +126,7 @@ TIME_PER_OUTPUT_TOKEN: Final = _histogram(
 HTTP_RESPONSES: Final = _counter(
     "baton_http_responses_total",
     GATEWAY,
-    "HTTP responses begun; `route` is `other` for paths that are not served.",
+    "HTTP responses begun; `route` is `other` for paths with a name in them, and for what is not served.",
     "route",
     "status",
 )

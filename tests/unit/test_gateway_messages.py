@@ -12,6 +12,7 @@ from baton_gateway.anthropic.conversion import parse_count, parse_messages
 from baton_gateway.anthropic.errors import error_body, status_of
 from baton_gateway.anthropic.events import MessageEvents
 from baton_gateway.choice import Piece, ToolCall
+from baton_gateway.idempotency import KeyInUse
 from baton_gateway.order import Outcome
 from baton_gateway.parameters import constraint_of
 from baton_gateway.parsing.formats import FormatName, ParsingOptions
@@ -312,6 +313,7 @@ ERRORS: list[tuple[BatonError, int, str]] = [
     (Unauthenticated("x"), 401, "authentication_error"),
     (Forbidden("x"), 403, "permission_error"),
     (ModelNotFound("x"), 404, "not_found_error"),
+    (KeyInUse("x"), 409, "invalid_request_error"),
     (PayloadTooLarge("x"), 413, "request_too_large"),
     (RequestStopped("x"), 422, "invalid_request_error"),
     (RateLimited("x"), 429, "rate_limit_error"),

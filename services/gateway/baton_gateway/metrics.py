@@ -21,7 +21,7 @@ RESULTS: Final = ("attained", "missed_ttft", "missed_tpot", "refused")
 ROUTES: Final = frozenset(
     {
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models",
-        "/v1/responses", "/health", "/ready",
+        "/v1/responses", "/tokenize", "/detokenize", "/health", "/ready",
     }
 )  # fmt: skip
 

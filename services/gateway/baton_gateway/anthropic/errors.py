@@ -15,6 +15,7 @@ _TYPES: Final = {
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.METHOD_NOT_ALLOWED: "invalid_request_error",
+    HTTPStatus.CONFLICT: "invalid_request_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.UNPROCESSABLE_ENTITY: "invalid_request_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
