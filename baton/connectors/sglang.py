@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import zmq
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req  # pyright: ignore[reportPrivateUsage]
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_parallel
@@ -53,7 +52,7 @@ from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
-from baton.connectors.sglang_handoffs import Handoffs, context_tokens_max
+from baton.connectors.sglang_handoffs import Handoffs, answer_tokens, context_tokens_max
 from baton.connectors.sglang_kv import SERVES_WHOLE, SglangKv, kv_tensors, read_kv
 from baton.connectors.sglang_pool import SglangPool
 from baton.errors import ConfigurationError
@@ -328,8 +327,7 @@ class BatonScheduler(Scheduler):
 
     def _answer_tokens(self, req: Req) -> int:
         """Return the room that the rest of an answer needs; a page more, since it may begin one."""
-        tokens_left = req.sampling_params.max_new_tokens - len(req.output_ids)
-        return min(tokens_left, CLIP_MAX_NEW_TOKENS) + self.page_size
+        return answer_tokens(req) + self.page_size
 
     def abort_request(self, recv_req: AbortReq) -> None:
         if self.handoffs is not None:

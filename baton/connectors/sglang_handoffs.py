@@ -41,6 +41,11 @@ SPARE_PAGES: Final = 2
 """Pages that a request needs beside those of its prompt and its answer before its KV is pulled."""
 
 
+def answer_tokens(req: Req) -> int:
+    """Return the tokens that the rest of an answer takes, as SGLang estimates it."""
+    return min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+
+
 def context_tokens_max(context_tokens: int, cache_tokens: int, page_tokens: int) -> int:
     """Return how many tokens prompt and answer may have, where the cache may be smaller than the model's context.
 
@@ -291,7 +296,7 @@ class Handoffs:
 
         Requests that have their prompts' KV and cannot start would block each other.
         """
-        return min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + SPARE_PAGES * self._cache.page_size
+        return answer_tokens(req) + SPARE_PAGES * self._cache.page_size
 
     # Calls from the cache.
 

@@ -359,11 +359,11 @@ TEST(agents_take_the_next_way_when_a_proof_does_not_come) {
   CHECK(end.declined.starts_with("verbs: its proof takes too long"));
 }
 
-// A pull's end is reported only after the adapter's writes have ended, by force if need be.
-TEST(agents_tell_an_end_once_adapters_write_no_more) {
-  Node source("verbs"), sink("verbs");
-  source.fill(0, 1);
-  source.fill(1, 1);
+namespace {
+
+// Starts a pull into block 5, of which the adapter holds the reads back.
+void hold_a_pull(Node& source, Node& sink) {
+  for (const std::uint32_t block : {0, 1}) source.fill(block, 1);
   offer(source, 1, {0});
   sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {4}, 20});
   CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // The connection stands.
@@ -371,6 +371,14 @@ TEST(agents_tell_an_end_once_adapters_write_no_more) {
   offer(source, 2, {1});
   sink.agent.command(StartPull{key_of(2), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
   std::this_thread::sleep_for(std::chrono::milliseconds(200));  // Its reads are under way.
+}
+
+}  // namespace
+
+// A pull's end is reported only after the adapter's writes have ended, by force if need be.
+TEST(agents_tell_an_end_once_adapters_write_no_more) {
+  Node source("verbs"), sink("verbs");
+  hold_a_pull(source, sink);
   sink.agent.command(CancelPull{key_of(2)});
   CHECK(sink.wait_end(key_of(2)).cause == Cause::cancelled);
   sink.fill(5, 9);
@@ -382,14 +390,7 @@ TEST(agents_tell_an_end_once_adapters_write_no_more) {
 // The memory may be freed once `close` has returned, whoever called it first.
 TEST(agents_that_are_closed_twice_at_once_write_no_more) {
   Node source("verbs"), sink("verbs");
-  for (const std::uint32_t block : {0, 1}) source.fill(block, 1);
-  offer(source, 1, {0});
-  sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {4}, 20});
-  CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // The connection stands.
-  baton::tests::kAdapters.hold(1);
-  offer(source, 2, {1});
-  sink.agent.command(StartPull{key_of(2), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // Its reads are under way.
+  hold_a_pull(source, sink);
   std::thread first([&] { sink.agent.close(); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   sink.agent.close();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -47,30 +48,25 @@ class HoldingCopier(ThreadCopier):
     """Begins no save before `$BATON_TEST_GATE/copy` exists: it reads the engine's blocks then, not when it was told."""
 
     def _next(self) -> CopyJob | None:
-        gate = Path(os.environ["BATON_TEST_GATE"]) / "copy"
+        return self._next_behind("copy", held=self._saves, others=self._promotions)
+
+    def _next_behind(self, gate: str, *, held: deque[CopyJob], others: deque[CopyJob]) -> CopyJob | None:
+        opened = Path(os.environ["BATON_TEST_GATE"]) / gate
         with self._changed:
             while not self._closed:
-                if self._promotions:
-                    return self._promotions.popleft()
-                if self._saves and gate.exists():
-                    return self._saves.popleft()
+                if others:
+                    return others.popleft()
+                if held and opened.exists():
+                    return held.popleft()
                 self._changed.wait(0.01)
             return None
 
 
-class WaitingCopier(ThreadCopier):
+class WaitingCopier(HoldingCopier):
     """Begins no promotion before `$BATON_TEST_GATE/promote` exists."""
 
     def _next(self) -> CopyJob | None:
-        gate = Path(os.environ["BATON_TEST_GATE"]) / "promote"
-        with self._changed:
-            while not self._closed:
-                if self._saves:
-                    return self._saves.popleft()
-                if self._promotions and gate.exists():
-                    return self._promotions.popleft()
-                self._changed.wait(0.01)
-            return None
+        return self._next_behind("promote", held=self._promotions, others=self._saves)
 
 
 class WaitingConnector(GatedConnector):

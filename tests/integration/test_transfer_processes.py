@@ -139,36 +139,28 @@ def test_a_stopped_source_cannot_be_reached(hasty: Node, start_peer: StartPeer, 
     assert hasty.wait_end(KEY).cause == Cause.UNREACHABLE
 
 
-def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: str) -> None:
-    peer = start_peer(backend)
+def check_that_a_stop_does_no_harm(node: Node, peer: Peer, stop_s: float) -> None:
     peer.lease(seed=2)
     pull(node, peer.endpoint)
     peer.ready(0)
     node.wait(EventKind.PULL_PROGRESS)
     peer.signal(signal.SIGSTOP)
-    time.sleep(0.4)
+    time.sleep(stop_s)
     peer.signal(signal.SIGCONT)
     for layer in range(1, LAYERS):
         peer.ready(layer)
     assert node.wait_end(KEY).kind == EventKind.PULL_DONE
     assert node.holds(SINK_BLOCKS, seed=2)
+
+
+def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: str) -> None:
+    check_that_a_stop_does_no_harm(node, start_peer(backend), 0.4)
 
 
 @pytest.mark.parametrize("way", ["tcp"])
 def test_leases_outlast_a_stop_of_their_own_process(node: Node, start_peer: StartPeer, backend: str) -> None:
     """The sink kept the lease alive all the time; the source reads of it only once it goes on."""
-    peer = start_peer(backend, 0.6)
-    peer.lease(seed=2)
-    pull(node, peer.endpoint)
-    peer.ready(0)
-    node.wait(EventKind.PULL_PROGRESS)
-    peer.signal(signal.SIGSTOP)
-    time.sleep(2)
-    peer.signal(signal.SIGCONT)
-    for layer in range(1, LAYERS):
-        peer.ready(layer)
-    assert node.wait_end(KEY).kind == EventKind.PULL_DONE
-    assert node.holds(SINK_BLOCKS, seed=2)
+    check_that_a_stop_does_no_harm(node, start_peer(backend, 0.6), 2.0)
 
 
 def test_a_source_that_was_given_up_is_told_when_it_is_back(
