@@ -41,7 +41,7 @@ from benchmarks.report import machine
 ROOT: Final = Path(__file__).parents[1]
 SIMULATOR: Final = "simulator/baton_simulator"
 SOURCES: Final = (SIMULATOR, "benchmarks/replay.py")
-BATON_SOURCES: Final = (*SOURCES, "services/scheduler", "baton/worker", "baton/messages")
+BATON_SOURCES: Final = (*SOURCES, "services/scheduler", "native/placement", "baton/worker", "baton/messages")
 """What a replay of Baton's policies depends on. Those of the peers and the bound have less."""
 NOT_OF_PEERS: Final = frozenset(
     f"{SIMULATOR}/{file}"
@@ -177,7 +177,7 @@ def code_digest(is_baton: bool) -> str:
     digest = hashlib.sha256()
     for source in BATON_SOURCES if is_baton else SOURCES:
         path = ROOT / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for file in sorted(path.rglob("*.py")) + sorted(path.glob("*.[ch]*")) if path.is_dir() else [path]:
             name = str(file.relative_to(ROOT))
             if is_baton or name not in NOT_OF_PEERS:
                 digest.update(name.encode() + file.read_bytes())

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from baton_scheduler import loads, prediction, worker_load
 from baton_scheduler.policies import predicted
-from baton_scheduler.worker_load import WorkerLoad
 from baton_simulator.policies import on_fleet
 from baton_simulator.replay import Replay
 from baton_simulator.report import Summary, summarise
@@ -29,10 +28,6 @@ from benchmarks.report import RESULTS, commit, machine
 
 LOAD: Final = 0.9
 WORKERS: Final = 8
-
-
-def _whole_pull_s(prefill: WorkerLoad, decode: WorkerLoad, missing_bytes: float, own_s: float) -> float:
-    return missing_bytes / decode.bandwidths.get(prefill.worker, decode.bandwidth)
 
 
 def _none_held(book: KvBook, holding: Holding) -> int:
@@ -52,7 +47,7 @@ TERMS: Final[Mapping[str, Sequence[tuple[object, str, object]]]] = {
     "wait for room": ((prediction, "WAIT_S", 0.0),),
     "share of cached prefixes that take no room": ((KvBook, "shared_share", 0.0),),
     "shared prefixes counted once in ledgers": ((KvBook, "_held", _none_held),),
-    "only the tail of a pull": ((prediction, "tail_s", _whole_pull_s), (predicted, "tail_s", _whole_pull_s)),
+    "only the tail of a pull": ((prediction, "PULL_OVERLAP", 0.0), (predicted, "PULL_OVERLAP", 0.0)),
     "near-ties by cached tokens": ((predicted, "TIE_SHARE", 0.0), (predicted, "TIE_S", 0.0)),
     "rates pooled by kind": ((loads, "pooled", _unpooled),),
     "prompts in the predicted token interval": ((worker_load, "PROMPTS_SHARE_MAX", 0.0),),

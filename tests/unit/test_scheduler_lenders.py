@@ -12,7 +12,7 @@ import pytest
 from baton_scheduler.lenders import ASK_S, find_lenders
 from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies.predicted import Predicted
-from baton_scheduler.prediction import Demand, Prediction, PrefixMatch
+from baton_scheduler.prediction import OWN, QUEUE, Demand, Prediction, PrefixMatch
 from baton_scheduler.team import Serving, prefill_s
 from baton_scheduler.worker_load import WorkerLoad
 from hypothesis import given
@@ -203,7 +203,7 @@ def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
     demand = Demand(model="tiny", prompt_tokens=prompt_tokens, output_tokens_max=1, disaggregation=Disaggregation.NEVER)
     predict = Prediction(demand, match, 512, 0.0, find_lenders(serving, held, pooled))
     team = serving.teams[Role.DECODE]
-    leg = predict.compute(predict.room(team, team.every, Role.DECODE))
+    leg = predict.compute(team, team.every, Role.DECODE)
 
     def reach(name: str, known: Mapping[str, int]) -> int:
         return min(known.get(name, 0) * 32, prompt_tokens - 1)
@@ -227,14 +227,16 @@ def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
                 pull_s = (lent - own) * KV_BYTES_PER_TOKEN / load.bandwidths[peer.worker]
                 loan_s = ASK_S + pull_s + (lent - own) * load.promoted_token_s
                 others_s = (own - device) * load.promoted_token_s + compute_s(load, lent)
-                options.append((loan_s * load.pull_bound_ratios[peer.worker] + others_s, loan_s + others_s))
+                options.append((loan_s * load.pull_bound_ratio(peer.worker) + others_s, loan_s + others_s))
         # Few enough for all lenders to be considered.
-        assert leg.own_s.item(row) == pytest.approx(min(options)[1], rel=1e-9)
-        assert leg.bound_s(row) >= leg.own_s.item(row) + leg.queue_s.item(row)
-        if lender := predict.lender(leg, row):
+        column = leg.column(row)
+        assert column[OWN] == pytest.approx(min(options)[1], rel=1e-9)
+        assert leg.bound_s(load, column) >= column[OWN] + column[QUEUE]
+        borrowed_tokens, lender = leg.borrowed(column)
+        if lender:
             peer = team.loads[team.rows[lender]]
             assert peer.identity == load.identity
-            assert leg.borrowed(row) == max(reach(lender, held), reach(lender, pooled)) - own > 0
+            assert borrowed_tokens == max(reach(lender, held), reach(lender, pooled)) - own > 0
             assert load.promotion_bytes_per_s
         else:
-            assert leg.borrowed(row) == 0
+            assert borrowed_tokens == 0

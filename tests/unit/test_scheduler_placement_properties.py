@@ -11,7 +11,7 @@ from baton_scheduler.placement import choose
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.policies.predicted import SHORTLIST, TIE_S, TIE_SHARE, Predicted
 from baton_scheduler.pooling import RATES
-from baton_scheduler.prediction import Demand, Prediction, PrefixMatch
+from baton_scheduler.prediction import MISSING, OWN, Demand, Prediction, PrefixMatch
 from baton_scheduler.team import Serving
 from baton_scheduler.worker_load import WorkerLoad
 from hypothesis import given
@@ -145,14 +145,14 @@ def test_more_cached_tokens_never_make_a_prediction_or_a_cost_worse(
     serving = Serving(pool)
     for role, team in serving.teams.items():
         rows = np.flatnonzero(team.figures().kv_tokens_max)
-        had, has = before.room(team, rows, role), after.room(team, rows, role)
-        then, now = before.compute(had), after.compute(has)
-        assert (now.own_s <= then.own_s).all()
+        then, now = before.compute(team, rows, role), after.compute(team, rows, role)
+        assert (now.columns[OWN] <= then.columns[OWN]).all()
         assert (now.cost_s <= then.cost_s).all()
         assert (now.queue_s == then.queue_s).all()
         assert (now.waiting_s == then.waiting_s).all()
         if role is Role.DECODE:
-            assert (after.receive(has).missing_bytes <= before.receive(had).missing_bytes).all()
+            has, had = after.receive(team, rows), before.receive(team, rows)
+            assert (has.columns[MISSING] <= had.columns[MISSING]).all()
 
 
 def near_tie_s(best_s: float) -> float:
@@ -179,13 +179,15 @@ def test_the_shortlist_keeps_the_best_cost(asked: Demand, pool: list[WorkerLoad]
     except REFUSALS:
         return
     predict = Prediction(asked, PrefixMatch(held), OPTIONS.output_headroom_tokens, 0.0)
-    teams = Serving(even).teams
-    rows = {role: np.flatnonzero([load.worker not in asked.exclude for load in teams[role].loads]) for role in Role}
-    source, sink = (predict.room(teams[role], rows[role], role) for role in (Role.PREFILL, Role.DECODE))
+    serving = Serving(even)
+    source, sink = (
+        (team, np.flatnonzero([load.worker not in asked.exclude for load in team.loads]))
+        for team in (serving.prefill, serving.decode)
+    )
     costs: list[float] = []
     if asked.disaggregation is not ALWAYS:
-        costs += predict.compute(sink).cost_s.tolist()
-    if asked.disaggregation is not NEVER and len(source.rows):
-        costs.append(predict.compute(source).cost_s.min() + predict.receive(sink).cost_s.min())
+        costs += predict.compute(*sink, Role.DECODE).cost_s.tolist()
+    if asked.disaggregation is not NEVER and len(source[1]):
+        costs.append(predict.compute(*source, Role.PREFILL).cost_s.min() + predict.receive(*sink).cost_s.min())
     best_s = min(costs)
     assert best_s - 1e-9 <= min(each.cost_s for each in placement.candidates) <= best_s + near_tie_s(best_s) + 1e-9

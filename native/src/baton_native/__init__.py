@@ -1,7 +1,7 @@
 """Baton's native core.
 
-Its users are `baton.blocks`, `native`, `native_values`, `memory`, `layout` and `device` in `baton.transfer`, and
-`baton_kvindex.radix`.
+Its users are `baton.blocks`, `native`, `native_values`, `memory`, `layout` and `device` in `baton.transfer`,
+`baton_kvindex.radix`, and `prediction` and `policies.predicted` in `baton_scheduler`.
 """
 
 from baton_native import core

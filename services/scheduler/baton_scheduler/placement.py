@@ -22,7 +22,7 @@ from baton.node.ports import Randomness
 from baton_scheduler.lenders import find_lenders
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
-from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
+from baton_scheduler.prediction import Demand, Prediction, PrefixMatch
 from baton_scheduler.team import Rows, Serving, Team
 from baton_scheduler.worker_load import SoftPlacement
 
@@ -64,9 +64,8 @@ def choose(
         except (NoWorkers, InvalidRequest, ContextLengthExceeded):
             if demand.disaggregation is Disaggregation.ALWAYS:
                 raise
-    room = predict.room(team, decodes, Role.DECODE)
-    whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(room)
-    question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, room, predict), random=random)
+    whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(team, decodes, Role.DECODE)
+    question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, decodes, predict), random=random)
     ranked = policy.rank(question)
     misfit = ""
     if not question.pools and (not ranked or demand.disaggregation is Disaggregation.AUTO):
@@ -160,22 +159,22 @@ def _admit(role: Role, team: Team, predict: Prediction) -> Rows:
     return np.flatnonzero(allowed)
 
 
-def _pools(serving: Serving, prefills: Rows, decodes: Room, predict: Prediction) -> list[Pool]:
+def _pools(serving: Serving, prefills: Rows, decodes: Rows, predict: Prediction) -> list[Pool]:
     """Return prefill and decode workers of each KV identity: only these can hand over to each other."""
     if not len(prefills):
         return []
-    prefill, decode = serving.prefill, decodes.team
+    prefill, decode = serving.prefill, serving.decode
     if prefill.identities == decode.identities and len(decode.identities) == 1:
         if "" in decode.identities:
             return []
-        return [(predict.compute(predict.room(prefill, prefills, Role.PREFILL)), predict.receive(decodes))]
+        return [(predict.compute(prefill, prefills, Role.PREFILL), predict.receive(decode, decodes))]
     pools: list[Pool] = []
     for identity in sorted((prefill.identities & decode.identities) - {""}):
         source_rows = prefills[[load.identity == identity for load in prefill.at(prefills)]]
-        sink_rows = decodes.rows[[load.identity == identity for load in decode.at(decodes.rows)]]
+        sink_rows = decodes[[load.identity == identity for load in decode.at(decodes)]]
         if len(source_rows) and len(sink_rows):
-            source = predict.compute(predict.room(prefill, source_rows, Role.PREFILL))
-            pools.append((source, predict.receive(predict.room(decode, sink_rows, Role.DECODE))))
+            source = predict.compute(prefill, source_rows, Role.PREFILL)
+            pools.append((source, predict.receive(decode, sink_rows)))
     return pools
 
 

@@ -213,26 +213,18 @@ def _legs(question: Question) -> Iterator[NotedLeg]:
 
 def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
     """Return the workers of a leg with their terms: all of them, or the cheapest and in any case the chosen one."""
-    leg, names = noted.leg, tuple(noted.leg.places)
-    columns = {"cost_s": leg.cost_s, **leg.terms(), "cached_tokens": leg.cached_tokens}
-    if leg.promoted_tokens is not None:
-        columns["promoted_tokens"] = leg.promoted_tokens
-    if isinstance(leg, Computing) and leg.borrowing is not None:
-        columns["borrowed_tokens"] = leg.borrowing.tokens
-    rows, values, left_out = leg.rows, list(columns.values()), max(0, len(leg) - ROWS_MAX)
-    if left_out:
+    leg, names, rows = noted.leg, tuple(noted.leg.places), noted.leg.rows
+    left_out = len(leg) - ROWS_MAX
+    if left_out <= 0:
+        listed, left_out = list(range(len(leg))), 0
+    else:
         ranks = leg.cost_s.copy()
         for name in chosen:
             # The rows are in order.
             index = np.searchsorted(rows, leg.places.get(name, len(names)))
             if index < len(rows) and names[rows[index]] == name:
                 ranks[index] = -inf
-        listed = np.argpartition(ranks, ROWS_MAX)[:ROWS_MAX]
-        rows, values = rows[listed], [each[listed] for each in values]
-    return Considered(
-        leg=noted.name,
-        workers=names if len(rows) == len(names) else tuple(map(names.__getitem__, rows)),
-        terms=tuple(columns),
-        values=np.array(values, dtype="<f4").tobytes(),
-        left_out=left_out,
-    )
+        listed = np.argpartition(ranks, ROWS_MAX)[:ROWS_MAX].tolist()
+    terms, values = leg.terms(listed)
+    workers = names if len(listed) == len(names) else tuple(map(names.__getitem__, rows[listed]))
+    return Considered(leg=noted.name, workers=workers, terms=terms, values=values, left_out=left_out)

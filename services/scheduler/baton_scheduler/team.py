@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,15 @@ from baton.messages.workers import Role
 from baton_scheduler.worker_load import WorkerLoad
 
 Vector = NDArray[np.float64]
+Table = NDArray[np.float64]
+"""A row for each kind of number, with a column for each worker."""
 
 
 class Figures(NamedTuple):
-    """Attributes of several loads, by which they are judged, as vectors: first those that a placement changes."""
+    """Attributes of several loads, by which they are judged, as vectors: first those that a placement changes.
+
+    The library knows them by their order (`baton_native.placement.FIGURES`).
+    """
 
     computes_until_s: Vector
     half_interval_s: Vector
@@ -94,9 +99,13 @@ class Team:
         """Take over what a placement on a worker has changed."""
         self._table[:PLACED, self.rows[load.worker]] = _placed(load)
 
-    def figures(self, rows: Rows | None = None) -> Figures:
-        """Return the figures of these workers, which are in order, or of all."""
-        return self._all if rows is None or len(rows) == len(self.loads) else Figures(*self._table[:, rows])
+    def figures(self) -> Figures:
+        """Return the figures of all workers."""
+        return self._all
+
+    def table(self, rows: Rows) -> Table:
+        """Return the figures of these workers, which are in order: a row for each figure."""
+        return self._table if len(rows) == len(self.loads) else self._table.take(rows, axis=1)
 
     def all_take(self, prompt_tokens: int, need_tokens: int) -> bool:
         """Return whether every worker takes new attempts, and could hold one of this size if it were empty."""
@@ -152,28 +161,13 @@ def _name(load: WorkerLoad) -> str:
     return load.worker
 
 
-Number = TypeVar("Number", float, Vector, covariant=True)
+def prefill_s(load: WorkerLoad, uncached_tokens: int, prompt_tokens: int) -> tuple[float, float]:
+    """Return the time of computing the last tokens of a prompt, and the same with the sequences in its steps.
 
-
-class Rated(Protocol[Number]):
-    """What the time of a prompt depends on: of one load, or of several as vectors."""
-
-    @property
-    def step_s(self) -> Number: ...
-    @property
-    def step_tokens_max(self) -> Number: ...
-    @property
-    def token_s(self) -> Number: ...
-    @property
-    def pair_s(self) -> Number: ...
-    @property
-    def interval_s(self) -> Number: ...
-
-
-def prefill_s(rated: Rated[Number], uncached_tokens: Number, prompt_tokens: Number | int) -> tuple[Number, Number]:
-    """Return the time of computing the last tokens of a prompt, and the same with the sequences in its steps."""
-    steps = -(-uncached_tokens // rated.step_tokens_max)
+    The library computes the same for all workers of a leg (`native/placement/legs.cpp`).
+    """
+    steps = -(-uncached_tokens // load.step_tokens_max)
     # end² − start²
     pairs = uncached_tokens * (prompt_tokens + (prompt_tokens - uncached_tokens))
-    prompt_s = rated.step_s * steps + rated.token_s * uncached_tokens + rated.pair_s * pairs
-    return prompt_s, prompt_s + rated.interval_s * steps
+    prompt_s = load.step_s * steps + load.token_s * uncached_tokens + load.pair_s * pairs
+    return prompt_s, prompt_s + load.interval_s * steps

@@ -56,7 +56,7 @@ class WorkerLoad:
         "_decoding",
         "_prompts_at_s",
         "_prompts_s",
-        "_pull_bound_ratios",
+        "_pulls",
         "_slots",
         "_tokens",
         "_transfers",
@@ -118,8 +118,8 @@ class WorkerLoad:
         self.own_bandwidth = 0.0
         """Median of these; 0: none was measured."""
         self._transfers: tuple[TransferFit, ...] = ()
-        self._pull_bound_ratios: dict[str, float] | None = {}
-        """None: not yet computed for these transfers."""
+        self._pulls: dict[str, TransferFit] = {}
+        """These by peer."""
         self.promotion_bytes_per_s = heartbeat.promotion.bytes_per_s if heartbeat.promotion else 0.0
         """Bandwidth of promotions, as `Loads` pools it; 0: there is no pool."""
         self.pooled_until_s = -inf
@@ -141,12 +141,10 @@ class WorkerLoad:
         """Ratio of the bound of the time of what it computes and copies to its prediction."""
         return bound_ratio(self.steps)
 
-    @property
-    def pull_bound_ratios(self) -> dict[str, float]:
-        """Ratio of the bound of a pull's time to its prediction, by peer, where any was measured."""
-        if self._pull_bound_ratios is None:
-            self._pull_bound_ratios = {each.peer: bound_ratio(each) for each in self._transfers}
-        return self._pull_bound_ratios
+    def pull_bound_ratio(self, peer: str) -> float:
+        """Return the ratio of the bound of a pull's time to its prediction; 1 where none was measured."""
+        fit = self._pulls.get(peer)
+        return 1.0 if fit is None else bound_ratio(fit)
 
     def hear(self, heartbeat: Heartbeat, heard_s: float, leased_share_max: float) -> None:
         """Take a heartbeat of this worker."""
@@ -172,8 +170,8 @@ class WorkerLoad:
         `lends`."""
         if heartbeat.transfers != self._transfers:
             self._transfers = heartbeat.transfers
+            self._pulls = {each.peer: each for each in heartbeat.transfers}
             self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
-            self._pull_bound_ratios = None
             self.own_bandwidth = median(self.bandwidths.values()) if self.bandwidths else 0.0
         steps = self.steps
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
@@ -218,10 +216,11 @@ class WorkerLoad:
         self.slots_free = self._slots - len(soft)
         self.slots_lacking = max(0.0, (1 - self.slots_free) / self.running_max)
         """Share of the slots that one more attempt lacks."""
-        self.tokens_free = self._tokens
+        tokens_free, block_tokens = self._tokens, beat.engine_block_tokens
         for each in soft:
             # Ledgers reserve whole blocks.
-            self.tokens_free -= -(-each.kv_tokens // beat.engine_block_tokens) * beat.engine_block_tokens
+            tokens_free -= -(-each.kv_tokens // block_tokens) * block_tokens
+        self.tokens_free = tokens_free
         self.kv_share = min(1.0, 1 - self.tokens_free / self.kv_tokens_max) if self.kv_tokens_max > 0 else 1.0
         """Share of the KV that is reserved or in use, at most 1."""
         self.used_share = max(1 - self.slots_free / self.running_max, self.kv_share)
@@ -239,6 +238,7 @@ class WorkerLoad:
         queue_s = token_s * beat.prefill_tokens_queued + self.pair_s * beat.prefill_pairs_queued
         until_s = self.heard_s + max(0.0, queue_s - beat.prefill_elapsed_s)
         for each in soft:
-            until_s = max(until_s, each.placed_s) + each.prefill_s
+            placed_s = each.placed_s
+            until_s = (placed_s if placed_s > until_s else until_s) + each.prefill_s
         self.computes_until_s = until_s
         """Instant at which the prompts placed here so far will be computed."""
