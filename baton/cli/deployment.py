@@ -169,7 +169,8 @@ def resolve(
         )
     gpus = tuple(find_gpus())
     prefill = deployment.prefill if staged else 0
-    free = len(gpus) // _ranks(deployment) - prefill
+    left = len(gpus) - prefill * _ranks(deployment, Role.PREFILL) if prefill else len(gpus)
+    free = left // _ranks(deployment, Role.DECODE)
     return replace(
         deployment,
         device=device,
@@ -344,13 +345,12 @@ def gpu_shares(deployment: Deployment) -> Mapping[str, GpuShare]:
     """Return each worker's share of the GPUs, by the worker's name; none on a CPU. Raises ConfigurationError."""
     if deployment.device != "cuda":
         return {}
-    names = list(_worker_names(deployment))
-    return dict(zip(names, share_gpus(len(names), deployment.gpus, ranks=_ranks(deployment)), strict=True))
+    ranks = [_ranks(deployment, role) for role, count in deployment.counts.items() for _ in range(count)]
+    return dict(zip(_worker_names(deployment), share_gpus(ranks, deployment.gpus), strict=True))
 
 
-def _ranks(deployment: Deployment) -> int:
-    # On GPUs there are decode workers only.
-    engine = deployment.engines[Role.DECODE]
+def _ranks(deployment: Deployment, role: Role) -> int:
+    engine = deployment.engines[role]
     return ranks_of(engine, _options_for(engine, deployment.engine_options))
 
 

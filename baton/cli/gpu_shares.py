@@ -59,18 +59,24 @@ def ranks_of(engine: str, options: Mapping[str, object]) -> int:
     return ranks
 
 
-def share_gpus(workers: int, gpus: Sequence[int], *, ranks: int) -> list[GpuShare]:
+def share_gpus(ranks: Sequence[int], gpus: Sequence[int]) -> list[GpuShare]:
     """Return each worker's share: GPUs of its own, or, if there are more workers, those of others in turn.
 
-    Raises ConfigurationError if one worker needs more GPUs than there are. Unknown GPUs are one that all share.
+    `ranks`: GPUs that each worker needs. Raises ConfigurationError if one worker needs more GPUs than there are.
+    Unknown GPUs are one that all share.
     """
     if not gpus:
-        return [GpuShare(workers=workers)] * workers
-    groups = [tuple(gpus[first : first + ranks]) for first in range(0, len(gpus) - ranks + 1, ranks)]
-    if not groups:
+        return [GpuShare(workers=len(ranks))] * len(ranks)
+    if max(ranks) > len(gpus):
         raise ConfigurationError(
-            f"a worker with {ranks} tensor-parallel ranks needs as many GPUs: here are {len(gpus)}"
+            f"a worker with {max(ranks)} tensor-parallel ranks needs as many GPUs: here are {len(gpus)}"
         )
-    chosen = [groups[number % len(groups)] for number in range(workers)]
-    sharing = Counter(chosen)
-    return [GpuShare(gpus=group, workers=sharing[group]) for group in chosen]
+    chosen: list[tuple[int, ...]] = []
+    first = 0
+    for needed in ranks:
+        if first + needed > len(gpus):
+            first = 0
+        chosen.append(tuple(gpus[first : first + needed]))
+        first += needed
+    sharing = Counter(gpu for group in chosen for gpu in group)
+    return [GpuShare(gpus=group, workers=max(sharing[gpu] for gpu in group)) for group in chosen]

@@ -15,7 +15,7 @@ from baton import subjects
 from baton.blocks import hash_blocks, root_key
 from baton.bus import Bus, NatsBus
 from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all, hear_workers, table
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import InvalidRequest, MalformedMessage, Unavailable
 from baton.messages.base import pack_tokens
 from baton.messages.index import IndexQuery, IndexReport, WorkerReport
 from baton.messages.workers import Heartbeat
@@ -45,9 +45,11 @@ def index(question: Question, *, nats_url: str, as_json: bool) -> str:
 def parse_tokens(text: str) -> list[int]:
     """Return the token ids in a comma-separated list. Raises InvalidRequest."""
     try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError as error:
+        tokens = [int(part) for part in text.split(",")] if text else []
+        pack_tokens(tokens)
+    except (ValueError, MalformedMessage) as error:
         raise InvalidRequest(f"{text[:80]!r} is no list of token ids like 1,2,3") from error
+    return tokens
 
 
 async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], int]:

@@ -280,9 +280,24 @@ def _count_if_given(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
 
 
+def _natural(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, or less than 0")
+    return int(text)
+
+
+class _Choices(tuple[str, ...]):
+    """What a flag takes beside an empty text, which messages need not name."""
+
+    __slots__ = ()
+
+    def __contains__(self, text: object) -> bool:
+        return text == "" or super().__contains__(text)
+
+
 def _optional(choices: Sequence[str]) -> _Choice:
     """Return a flag's keywords for `choices`; empty, as `make` passes an unset variable, means the default."""
-    return {"choices": ("", *choices), "default": "", "metavar": f"{{{','.join(choices)}}}"}
+    return {"choices": _Choices(choices), "default": "", "metavar": f"{{{','.join(choices)}}}"}
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
@@ -310,7 +325,7 @@ def _add_index(command: argparse.ArgumentParser) -> None:
     prompt.add_argument("--tokens", default="", metavar="LIST", help="the same for token ids: 1,2,3")
     add("--model", default="", metavar="NAME", help="whose prompt that is, where several models are served")
     add("--salt", default="", metavar="SALT", help="cache_salt of the prompt")
-    add("--top", type=int, default=10, metavar="N", help="prefixes to show; default: %(default)s")
+    add("--top", type=_natural, default=10, metavar="N", help="prefixes to show; default: %(default)s")
     _add_deployment(command)
 
 

@@ -19,7 +19,7 @@ from baton.cli.deployment import check_deployment, find_model, resolve, worker_p
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, parse_pool_bytes, run
 from baton.cli.servers import free_port
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, InvalidRequest
 from baton.messages.placement import Disaggregation
 from baton.processes.child import describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
@@ -263,7 +263,7 @@ def test_malformed_engine_options_are_named() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--disaggregation", "maybe"), "--disaggregation: invalid choice: 'maybe' (choose from '', 'always', 'auto'"),
+        (("--disaggregation", "maybe"), "--disaggregation: invalid choice: 'maybe' (choose from 'always', 'auto'"),
         (("--prefill", "many"), "--prefill: invalid int value: 'many'"),
         (("--engin", "vllm"), "unrecognized arguments: --engin"),
     ],
@@ -273,6 +273,22 @@ def test_malformed_flags_are_named(capsys: pytest.CaptureFixture[str], flags: tu
         run(["up", *flags], {})
     assert caught.value.code == EXIT_MISCONFIGURED
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--top", "-1"), "argument --top: '-1' is no number, or less than 0"),
+        (("--tokens", "1,-5"), "'1,-5' is no list of token ids like 1,2,3"),
+        (("--tokens", f"1,{1 << 32}"), "'1,4294967296' is no list of token ids like 1,2,3"),
+    ],
+)
+def test_numbers_that_no_index_knows_are_named(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises((SystemExit, InvalidRequest)) as caught:
+        run(["index", *flags, "--nats-url", "nats://127.0.0.1:1"], {})
+    assert words in capsys.readouterr().err + str(caught.value)
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -104,6 +105,24 @@ def test_gpus_that_are_not_there_are_named(visible: str) -> None:
         visible_gpus(GPUS, visible)
 
 
+def test_each_worker_has_as_many_gpus_as_its_own_engine_needs(tmp_path: Path) -> None:
+    options = {"sglang": {"tp_size": 2}, "vllm": {"tensor_parallel_size": 1}}
+    engines: dict[str, Any] = {"prefill_engine": "sglang", "decode_engine": "vllm", "engine_options": options}
+    asked = make_deployment(tmp_path, device="cuda", kv_path=KvPath.STAGED, prefill=1, **engines)
+    deployment = resolve(asked, gpu=True, find_gpus=lambda: (0, 1, 2, 3))
+    assert deployment.decode == 2
+    shares = gpu_shares(deployment)
+    assert {name: share.gpus for name, share in shares.items()} == {
+        "prefill-0": (0, 1),
+        "decode-0": (2,),
+        "decode-1": (3,),
+    }
+    assert [share.workers for share in share_gpus([2, 1, 1], (0, 1))] == [2, 2, 2]
+    assert [share.gpus for share in share_gpus([2, 1, 1, 2], (0, 1, 2))] == [(0, 1), (2,), (0,), (1, 2)]
+    with pytest.raises(ConfigurationError, match="3 tensor-parallel ranks"):
+        share_gpus([1, 3], (0, 1))
+
+
 def test_the_start_says_which_gpu_a_worker_has_and_what_is_wrong_with_it(tmp_path: Path) -> None:
     gpus = (GPUS[0], msgspec.structs.replace(GPUS[1], free_bytes=0))
     host = Host(locked_bytes_max=None, shm_bytes=1 << 30, shm_free_bytes=1 << 30, ptrace_scope=0, numa_nodes=1)
@@ -135,7 +154,7 @@ def test_a_worker_takes_the_adapters_nearest_to_its_gpus_as_the_doctor_says(tmp_
 
     assert told({}) == ["mlx5_0:1", "mlx5_1:1"]
     assert told({name: "mlx5_9"}) == ["mlx5_9"] * 2, "a setting of the user's wins"
-    both = share_gpus(1, (0, 1), ranks=2)
+    both = share_gpus([2], (0, 1))
     assert [deployment.adapters_of(share) for share in both] == ["mlx5_0:1,mlx5_1:1"]
 
 
