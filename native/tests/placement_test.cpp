@@ -4,6 +4,7 @@
 #include "placement/terms.h"
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "tests/check.h"
@@ -61,4 +62,19 @@ TEST(legs_and_rankings_of_every_size_hold) {
       }
     }
   }
+}
+
+TEST(costs_that_are_no_numbers_end_nothing) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  std::vector<double> leg(kReceivingColumns * 40, 1.0), figures(kFigures * 40, 1.0);
+  std::vector<std::uint32_t> workers;
+  for (std::uint32_t worker = 0; worker < 40; ++worker) {
+    leg[kCostS * 40 + worker] = worker % 3 ? nan : 5.0 - worker / 20;
+    workers.push_back(worker);
+  }
+  const Given table{leg.data(), kReceivingColumns, 40};
+  CHECK(!shortlist(table, 5, {0.05, 0.001}).workers.empty());
+  Options options;
+  options.add_wholes(table, {figures.data(), kFigures, 40}, workers);
+  CHECK(!options.rank({0.05, 0.001}, 4).ties.empty());
 }
