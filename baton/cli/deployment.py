@@ -169,8 +169,7 @@ def resolve(
         )
     gpus = tuple(find_gpus())
     prefill = deployment.prefill if staged else 0
-    left = len(gpus) - prefill * _ranks(deployment, Role.PREFILL) if prefill else len(gpus)
-    free = left // _ranks(deployment, Role.DECODE)
+    free = (len(gpus) - prefill * _ranks(deployment, Role.PREFILL)) // _ranks(deployment, Role.DECODE)
     return replace(
         deployment,
         device=device,
