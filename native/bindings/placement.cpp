@@ -138,8 +138,8 @@ NB_MODULE(placement, m) {
         const std::size_t links = lent_tokens.size() * out.workers;
         require(bandwidth.shape(0) == links && bound_ratio.shape(0) == links, "a lender has a link to each worker");
         compute(given(figures), blocks_of(blocks, out.workers), {prompt_tokens, need_tokens, now_s, decodes},
-                {wait_s, pressure_s, memory_s, displaced, ask_s},
-                {lent_tokens, span_of(bandwidth), span_of(bound_ratio)}, out);
+                {wait_s, pressure_s, memory_s, displaced},
+                {lent_tokens, span_of(bandwidth), span_of(bound_ratio), ask_s}, out);
       },
       "leg"_a.noconvert(), "figures"_a.noconvert(), "blocks"_a.noconvert(), "prompt_tokens"_a, "need_tokens"_a,
       "now_s"_a, "decodes"_a, "wait_s"_a, "pressure_s"_a, "memory_s"_a, "displaced"_a, "ask_s"_a, "lent_tokens"_a,

@@ -58,7 +58,7 @@ class Worker {
   }
 
   // The best loan where it has `own_tokens` of the prompt already, on its device or promoted.
-  [[nodiscard]] Loan loan(const Lenders& lenders, double own_tokens, double ask_s) const {
+  [[nodiscard]] Loan loan(const Lenders& lenders, double own_tokens) const {
     const std::size_t workers = figures_.workers;
     const Prompt whole = prompt(demand_.prompt_tokens - own_tokens);
     Loan best;
@@ -67,7 +67,7 @@ class Worker {
       const double bandwidth = lenders.bandwidth[lender * workers + index_];
       const double tokens = std::min(lenders.tokens[lender], demand_.prompt_tokens - 1) - own_tokens;
       if (tokens <= 0 || bandwidth <= 0) continue;
-      const double loan_s = ask_s + tokens * ((*this)[kKvBytesPerToken] / bandwidth + (*this)[kPromotedTokenS]);
+      const double loan_s = lenders.ask_s + tokens * ((*this)[kKvBytesPerToken] / bandwidth + (*this)[kPromotedTokenS]);
       const double bound_s = loan_s * lenders.bound_ratio[lender * workers + index_];
       const Prompt rest = prompt(demand_.prompt_tokens - own_tokens - tokens);
       if (bound_s + rest.with_sequences_s >= least_s) continue;
@@ -134,7 +134,7 @@ void compute(const Given& figures, const Given& blocks, const Demand& demand, co
     // A borrower promotes what its own pool has, too.
     for (std::size_t tier = blocks.rows > 1 ? 1 : 0; tier < blocks.rows && !lenders.tokens.empty(); ++tier) {
       const Stored stored = tier ? worker.stored(tier, cached_tokens) : Stored{};
-      const Loan loan = worker.loan(lenders, cached_tokens + stored.tokens, weights.ask_s);
+      const Loan loan = worker.loan(lenders, cached_tokens + stored.tokens);
       if (loan.tokens <= 0 || stored.fetching_s + loan.bound_s + loan.rest.with_sequences_s >= own_s) continue;
       promoted = stored;
       borrowed = loan;

@@ -83,7 +83,6 @@ struct Weights {
   double pressure_s = 0;  // For all KV in use where it decodes.
   double memory_s = 0;    // For all KV of a worker that the attempt takes.
   double displaced = 0;   // For each second of prompts that a loan displaces.
-  double ask_s = 0;       // Time to ask for a loan.
 };
 
 struct Demand {
@@ -98,6 +97,7 @@ struct Lenders {
   std::span<const double> tokens;     // Leading tokens of the prompt that each can lend.
   std::span<const double> bandwidth;  // Of each lender to each worker, bytes per second; 0: it cannot lend there.
   std::span<const double> bound_ratio;
+  double ask_s = 0;  // Time to ask for a loan.
 };
 
 // Fills the rows of a leg that computes the prompt. `blocks`: leading blocks that each worker has on its device, then

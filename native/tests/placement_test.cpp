@@ -31,10 +31,10 @@ TEST(legs_and_rankings_of_every_size_hold) {
         const auto lent = numbers(random, 1, lenders), links = numbers(random, lenders, workers);
         const Given given{figures.data(), kFigures, workers};
         const Demand demand{40.0, 50.0, 0.5, true};
-        const Weights weights{10.0, 0.5, 10.0, 1.0, 0.005};
+        const Weights weights{10.0, 0.5, 10.0, 1.0};
         const std::size_t height = lenders ? kComputingColumns : tiers > 1 ? kComputingTiered : kComputingPlain;
         std::vector<double> computing(height * workers), receiving(kReceivingColumns * workers);
-        compute(given, {blocks.data(), tiers, workers}, demand, weights, {lent, links, links},
+        compute(given, {blocks.data(), tiers, workers}, demand, weights, {lent, links, links, 0.005},
                 {computing.data(), height, workers});
         receive(given, {blocks.data(), tiers, workers}, demand, weights,
                 {receiving.data(), kReceivingColumns, workers});
