@@ -42,12 +42,13 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the commit, with `-dirty` if anything but results differs from it."""
+    """Return the commit, with `-dirty` if anything but results, and docs that have tables of them, differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)
 
-    differs = git("diff", "--quiet", "HEAD", "--", ":/", f":(exclude){RESULTS.name}").returncode == 1
+    paths = (":/", f":(exclude){RESULTS.name}", ":(top,exclude)docs")
+    differs = git("diff", "--quiet", "HEAD", "--", *paths).returncode == 1
     return (git("describe", "--always").stdout.strip() or "unknown") + "-dirty" * differs
 
 
