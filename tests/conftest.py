@@ -27,6 +27,9 @@ LEFT_OUT: Final = pytest.StashKey[int]()
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# The threads of numpy's BLAS spin while they wait, in every process that imports it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +69,11 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + nightly
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    # pytest collects garbage five times at its end, to see errors of finalisers; one of all objects is enough.
+    gc.collect()
+    gc.freeze()
     # A worker of pytest-xdist tells the process that reports. Each of them has collected all tests.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)  # pyright: ignore
@@ -102,8 +109,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
     return report
 
 
-@pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def no_settings_from_outside() -> Generator[None]:
     """Hide the `BATON_` variables of the developer's shell from the tests."""
-    for variable in [name for name in os.environ if name.startswith("BATON_")]:
-        monkeypatch.delenv(variable)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in [name for name in os.environ if name.startswith("BATON_")]:
+            patch.delenv(variable)
+        yield
