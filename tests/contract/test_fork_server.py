@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ import pytest
 
 from tests.harness.fork_server import forked
 from tests.harness.limits import HANG_S
+from tests.harness.processes import runs
 
 LOOK = """
 import json, os, resource, signal, sys
@@ -55,10 +55,9 @@ def sleeping() -> subprocess.Popen[str]:
 def until_gone(processes: Sequence[psutil.Process]) -> None:
     give_up_at_s = time.monotonic() + HANG_S
     for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            while process.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < give_up_at_s, f"{process} is left"
-                time.sleep(0.02)
+        while runs(process):
+            assert time.monotonic() < give_up_at_s, f"{process} is left"
+            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("way", ["-c", "-m", "script"])

@@ -24,6 +24,7 @@ from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigurationError
 from tests.harness.gateway.actors import tiny_model
 from tests.harness.gateway.samples import chat_template
+from tests.harness.processes import command_line
 
 
 def shared_model() -> tuple[Path, ModelTokenizer]:
@@ -158,7 +159,7 @@ async def test_a_process_drops_a_long_body_that_is_not_planned() -> None:
                 await worker.parse("text_completion", body)
             async with pool.lend(bytes(LARGE_BYTES), None):  # The process is lent again once it has dropped the body.
                 children = psutil.Process().children()
-                (process,) = (child for child in children if "baton_gateway.intake_process" in child.cmdline())
+                (process,) = (child for child in children if "baton_gateway.intake_process" in command_line(child))
                 held_bytes.append(process.memory_info().rss)
         assert held_bytes[1] - held_bytes[0] < len(body) * 8, "the lists take 25 times their length"
     finally:

@@ -15,6 +15,7 @@ import psutil
 
 from tests.faults.record import Fault
 from tests.harness.limits import HANG_S
+from tests.harness.processes import command_line, runs
 
 STOP_S_MIN = 0.2
 FIND_INTERVAL_S = 0.05
@@ -46,9 +47,8 @@ def plan_each(names: Sequence[str], random: Random, *, stop_s: float) -> list[Fa
 def find(launcher_pid: int, victim: str) -> psutil.Process | None:
     """Return the process of that name; None while it restarts."""
     for child in psutil.Process(launcher_pid).children():
-        with suppress(psutil.NoSuchProcess):
-            if process_name(child.cmdline()) == victim and child.status() != psutil.STATUS_ZOMBIE:
-                return child
+        if process_name(command_line(child)) == victim and runs(child):
+            return child
     return None
 
 

@@ -28,6 +28,7 @@ from benchmarks.remote_engine.settings import EngineName
 from tests.harness.fork_server import Kind, forked
 from tests.harness.limits import HANG_S, START_S
 from tests.harness.outcome import RUNNING
+from tests.harness.processes import runs
 from tests.harness.servers import start_nats, start_redis
 
 Answer = TypeVar("Answer")
@@ -75,7 +76,7 @@ class Service:
                 self.process.kill()
                 await self.process.wait()
         give_up_at_s = time.monotonic() + HANG_S
-        while (alive := list(filter(_runs, children))) and time.monotonic() < give_up_at_s:  # noqa: ASYNC110 - other processes.
+        while (alive := list(filter(runs, children))) and time.monotonic() < give_up_at_s:  # noqa: ASYNC110 - other processes.
             await asyncio.sleep(0.02)
         for child in alive:
             child.kill()
@@ -84,14 +85,6 @@ class Service:
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether the process has not ended; one that has may still have to be reaped by the machine's init."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -23,6 +23,7 @@ from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.gateway.stub_intake import COMMAND, TOKENS
 from tests.harness.heartbeats import MODEL_DIGEST
 from tests.harness.limits import HANG_S
+from tests.harness.processes import command_line, runs
 
 LONG = 5_000
 COMPLETIONS = "/v1/completions"
@@ -37,7 +38,7 @@ class Rig:
     def processes(self) -> list[psutil.Process]:
         """Return the live intake processes."""
         children = psutil.Process().children()
-        return [child for child in children if is_alive(child) and COMMAND[-1] in child.cmdline()]
+        return [child for child in children if runs(child) and COMMAND[-1] in command_line(child)]
 
     async def post(
         self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0, key: str = "any"
@@ -55,10 +56,6 @@ class Rig:
 
     def at_work(self) -> int:
         return self.pool.lent
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @asynccontextmanager
@@ -179,7 +176,7 @@ async def test_no_more_processes_stay_than_are_wanted(tmp_path: Path) -> None:
         assert (await first).status_code == 503
         third = await opened.occupy(group, f"until {tmp_path}/third")
         held.unlink()
-        await opened.stage.wait_for(lambda: not is_alive(starting))
+        await opened.stage.wait_for(lambda: not runs(starting))
         for name, post in (("second", second), ("third", third)):
             (tmp_path / name).touch()
             assert (await post).status_code == 200
@@ -191,7 +188,7 @@ async def test_a_deadline_ends_what_hangs() -> None:
         late = await opened.post("hang", deadline_s=0.3)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert (await opened.post("hello")).status_code == 200
-        assert not is_alive(process)
+        assert not runs(process)
 
 
 async def test_a_deadline_holds_while_waiting(tmp_path: Path) -> None:
@@ -207,7 +204,7 @@ async def test_processes_that_die_are_replaced() -> None:
     async with rig() as opened:
         (process,) = opened.processes()
         process.kill()
-        await opened.stage.wait_for(lambda: not is_alive(process))
+        await opened.stage.wait_for(lambda: not runs(process))
         assert (await opened.post("hello")).status_code in (200, 503), "its end may not be known yet"
         died = await opened.post("exit")
         assert (died.status_code, died.headers["retry-after"]) == (503, "1")
@@ -295,5 +292,5 @@ async def test_processes_end_with_their_gateway_even_at_work() -> None:
         owner.kill()
         await owner.wait()
     async with asyncio.timeout(HANG_S):
-        while is_alive(process):  # noqa: ASYNC110  Nothing tells of the end of another process's child.
+        while runs(process):  # noqa: ASYNC110  Nothing tells of the end of another process's child.
             await asyncio.sleep(0.05)

@@ -24,6 +24,7 @@ from baton.cli.tiny_model import make_tiny_model
 from baton.cli.up import METRICS_TARGETS_FILE
 from tests.harness.launcher import Launcher, launched, up_command
 from tests.harness.limits import HANG_S
+from tests.harness.processes import command_line
 
 TOKENS = 100
 """Two seconds of output: more than a busy machine takes to pass a token on."""
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.timeout(300)
 def assert_gone(processes: list[psutil.Process], timeout_s: float = HANG_S) -> None:
     assert processes, "there was nothing to end"
     _, alive = psutil.wait_procs(processes, timeout_s)
-    assert not alive, f"still there: {[process.cmdline() for process in alive]}"
+    assert not alive, f"still there: {[command_line(process) for process in alive]}"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_the_printed_curl_works(launcher: Launcher) -> None:
 
 
 def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:
-    worker = next(child for child in launcher.descendants() if "decode-0" in child.cmdline())
+    worker = next(child for child in launcher.descendants() if "decode-0" in command_line(child))
     worker.kill()
     launcher.wait_for("decode-0 was killed (SIGKILL); starting it again")
     launcher.wait_for("decode-0 is back")
@@ -135,7 +136,7 @@ def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:
     configuration = (launcher.output_path.parent / ".run" / str(launcher.port) / "nats.conf").read_text()
     token = configuration.partition('token: "')[2].partition('"')[0]
     assert len(token) > 20
-    assert not any(token in word for child in launcher.descendants() for word in child.cmdline())
+    assert not any(token in word for child in launcher.descendants() for word in command_line(child))
 
 
 def test_a_second_one_on_the_same_port_says_so(launcher: Launcher, folder: Path) -> None:
@@ -214,10 +215,10 @@ def test_without_a_reader_of_its_output_it_restarts_workers_and_ends(folder: Pat
         with process.stdout as output:
             assert any(b"Ctrl-C ends everything" in line for line in output), "it ended before it was ready"
         launcher = psutil.Process(process.pid)
-        worker = next(child for child in launcher.children() if "decode-0" in child.cmdline())
+        worker = next(child for child in launcher.children() if "decode-0" in command_line(child))
         worker.kill()
         give_up_at_s = time.monotonic() + HANG_S
-        while not any("decode-0" in child.cmdline() for child in launcher.children() if child != worker):
+        while not any("decode-0" in command_line(child) for child in launcher.children() if child != worker):
             assert process.poll() is None, "it ended"
             assert time.monotonic() < give_up_at_s, "the worker is not started again"
             time.sleep(0.05)
