@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from baton.connectors.handoff import Handoff, HandoffLeg
+from baton.devices.rdma import read_nics
 from baton.pool.gpu_agent import GpuAgent, direct_options
 from baton.pool.staging import StagedAgent, Stream
 from baton.transfer import AgentOptions, NativeAgent, TransferAgent
@@ -22,9 +24,9 @@ def make_staged_agent(
     stream: Stream,
     make_direct: Callable[[AgentOptions], NativeAgent | None] | None,
 ) -> StagedAgent | GpuAgent:
-    """Return an agent that stages; with `make_direct`, GPUs of this host read the cache instead (KV_PATH=ipc)."""
+    """Return an agent that stages; with `make_direct`, other GPUs read the cache instead (KV_PATH=ipc)."""
     asked = replace(options, tells_asks=True)
-    direct = make_direct and make_direct(direct_options(asked))
+    direct = make_direct and make_direct(direct_options(asked, adapters=any(nic.up for nic in read_nics(Path("/")))))
     if direct is None:
         return StagedAgent(make_agent(options), copies, slots, pool_bytes=pool_bytes, stream=stream)
     staged = StagedAgent(make_agent(asked), copies, slots, pool_bytes=pool_bytes, on_ask=True, stream=stream)

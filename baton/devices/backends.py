@@ -25,7 +25,7 @@ def pair_backends(survey: Survey) -> tuple[Pair, ...]:
     The handshake of two agents decides; this is what it will find here.
     """
     far = _between_hosts(survey)
-    return (_on_one_host(survey), far, *_between_gpus(survey.gpus.gpus, far))
+    return (_on_one_host(survey), far, *_between_gpus(survey.gpus.gpus, far, survey.host.gpu_memory_by))
 
 
 def nearest_adapters(survey: Survey) -> dict[int, tuple[str, ...]]:
@@ -54,7 +54,7 @@ def _between_hosts(survey: Survey) -> Pair:
     return Pair(between=between, backend="tcp", why="no RDMA adapter here is up and may be used")
 
 
-def _between_gpus(gpus: tuple[Gpu, ...], far: Pair) -> Iterable[Pair]:
+def _between_gpus(gpus: tuple[Gpu, ...], far: Pair, gpu_memory_by: str) -> Iterable[Pair]:
     """Yield the pairs of GPUs, those of one kind together; directions may differ. `far`: host memory of two hosts."""
     if gpus:
         yield Pair(between="GPU memory, workers that share a GPU", backend="cuda-ipc", why="within the GPU")
@@ -70,6 +70,11 @@ def _between_gpus(gpus: tuple[Gpu, ...], far: Pair) -> Iterable[Pair]:
     for (backend, why), pairs in kinds.items():
         which = "any two" if len(kinds) == 1 and len(pairs) > 1 else ", ".join(pairs)
         yield Pair(between=f"GPU memory, {which}", backend=backend, why=why)
-    if gpus:
-        why = f"{far.why}; adapters read host memory"
-        yield Pair(between="GPU memory, workers of two hosts", backend=f"{far.backend}+staged", why=why)
+    if not gpus:
+        return
+    backend, why = f"{far.backend}+staged", far.why
+    if far.backend == "verbs" and gpu_memory_by:
+        backend, why = "gpudirect", f"{far.why}, by {gpu_memory_by}; from GPU to GPU"
+    elif far.backend == "verbs":
+        why = f"{far.why}; adapters cannot reach GPU memory here"
+    yield Pair(between="GPU memory, workers of two hosts", backend=backend, why=why)

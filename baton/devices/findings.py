@@ -33,6 +33,7 @@ def find(survey: Survey) -> tuple[Finding, ...]:
         *_about_gpus(survey.gpus),
         *_about_adapters(survey.nics, survey.host),
         *_about_places(survey),
+        *_about_gpudirect(survey),
         *_about_memory(survey.host),
     )
 
@@ -94,6 +95,15 @@ def _about_places(survey: Survey) -> Iterator[Finding]:
                 what=f"no RDMA adapter that is up is on the NUMA node of GPU {gpu.index}",
                 fix=f"use {nics[0].device} for its worker, or bring up an adapter near it",
             )
+
+
+def _about_gpudirect(survey: Survey) -> Iterator[Finding]:
+    if survey.gpus.gpus and any(nic.up for nic in survey.nics) and not survey.host.gpu_memory_by:
+        yield Finding(
+            kind="advice",
+            what="RDMA adapters cannot reach the GPUs' memory, so KV for other hosts is copied to host memory first",
+            fix="install NVIDIA's open kernel modules, or load the module nvidia-peermem",
+        )
 
 
 def _about_memory(host: Host) -> Iterator[Finding]:

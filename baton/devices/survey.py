@@ -24,6 +24,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     ptrace_scope: int
     """Yama's restriction of reads by other processes; 0: none."""
     numa_nodes: int
+    gpu_memory_by: str = ""
+    """Name of what lets RDMA adapters reach GPU memory (GPUDirect); empty: nothing does."""
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,4 +57,12 @@ def _read_host(root: Path) -> Host:
         shm_free_bytes=shm_free_bytes,
         ptrace_scope=ptrace_scope,
         numa_nodes=nodes_online(root),
+        gpu_memory_by=_gpu_memory_by(root),
     )
+
+
+def _gpu_memory_by(root: Path) -> str:
+    with suppress(OSError):
+        if "Open Kernel Module" in (root / "proc/driver/nvidia/version").read_text():
+            return "dma-buf"
+    return "nvidia-peermem" if (root / "sys/module/nvidia_peermem").is_dir() else ""

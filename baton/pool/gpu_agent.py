@@ -1,6 +1,7 @@
-"""Hand-offs of a cache in GPU memory: GPUs of the same host read it, all other peers read a staged copy.
+"""Hand-offs of a cache in GPU memory: other GPUs read it, where they can, and all other peers read a staged copy.
 
     source   the cache's blocks ──as they are──▶ GPUs of this host, by CUDA IPC
+                                            ──▶ GPUs of other hosts, by GPUDirect, where both have RDMA adapters
              the cache's blocks ──copied to slots, once a peer asks for them──▶ other peers
     sink     tries the first way; takes the second where there is none, or where the handshake refuses it
 
@@ -9,7 +10,7 @@ lease. The first ask says which way the sink has chosen, and the other offer is 
 
 - a peer reads what was posted once the work that was in the stream at the post has ended,
 - the cache's blocks are leased until the pull has ended,
-- a sink's GPU writes its blocks once the work that was in the sink's stream at the pull has ended.
+- a sink's blocks are written once the work that was in the sink's stream at the pull has ended.
 
 A pull that should come straight from a GPU and does not is counted as a fallback; why any pull is staged stands in
 `TransferEvent.declined`.
@@ -33,7 +34,7 @@ from typing import Final
 from baton.errors import TransferFailed
 from baton.pool.agent_events import AgentEvents
 from baton.pool.gpu_offers import Offers, Way
-from baton.pool.gpu_pulls import Pull, Pulls, join_endpoint
+from baton.pool.gpu_pulls import FAR_BACKEND, Pull, Pulls, join_endpoint
 from baton.pool.memory import KvPool
 from baton.pool.staged_copier import StagedCopier
 from baton.pool.staging import StagedAgent, Stream
@@ -52,17 +53,18 @@ from baton.transfer.device import CopyEnded
 
 _log = logging.getLogger(__name__)
 
-DIRECT_BACKENDS: Final = ("cuda-ipc", "cuda-put")
+DIRECT_BACKENDS: Final = ("cuda-ipc", "cuda-put", FAR_BACKEND)
 DIRECT_CHUNK_BYTES: Final = 8 << 20
 """Between two processes of an H200 a pull by cuda-ipc moves 13 GB/s in chunks of 1 MiB, and 106 GB/s in these."""
 
 
-def direct_options(options: AgentOptions) -> AgentOptions:
-    """Return the options of an agent for the cache itself."""
-    return replace(options, port=0, rails=(), backends=DIRECT_BACKENDS, chunk_bytes=DIRECT_CHUNK_BYTES)
+def direct_options(options: AgentOptions, *, adapters: bool) -> AgentOptions:
+    """Return the options of an agent for the cache itself; `adapters`: whether this host has RDMA adapters."""
+    backends = tuple(name for name in DIRECT_BACKENDS if adapters or name != FAR_BACKEND)
+    return replace(options, port=0, rails=(), backends=backends, chunk_bytes=DIRECT_CHUNK_BYTES)
 
 
-def host_id() -> str:
+def boot_id() -> str:
     """Return a name of this host that no other has."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -76,12 +78,12 @@ class GpuAgent:
         staged: StagedAgent,
         *,
         stream: Stream = lambda: None,
-        host: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stream`: see `StagedAgent`; `host`: name of this host, empty: its own."""
-        host = host or host_id()
-        self.endpoint = join_endpoint(staged.endpoint, host, direct.endpoint)
+        """`stream`: see `StagedAgent`."""
+        host = direct.options.host_id or boot_id()
+        far = FAR_BACKEND in direct.options.backends
+        self.endpoint = join_endpoint(staged.endpoint, host, direct.endpoint, far=far)
         self._direct = direct
         self._staged = staged
         self._stream = stream
@@ -93,7 +95,7 @@ class GpuAgent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
         self._offers = Offers(direct, staged, stream, self._events.tell)
-        self._pulls = Pulls(direct, staged, host, self._events.tell, now_s)
+        self._pulls = Pulls(direct, staged, host, self._events.tell, now_s, far=far)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="baton-gpu-agent", daemon=True)
 

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 class Way(StrEnum):
     DIRECT = "direct"
-    """A peer's GPU reads the cache."""
+    """A peer's GPU, or its adapter, reads the cache."""
     STAGED = "staged"
 
 

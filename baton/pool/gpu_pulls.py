@@ -20,12 +20,17 @@ LATE_S: Final = 0.05
 """Time for which a pull that is late still runs, in seconds, so that its source is told of its end."""
 _REFUSALS: Final = frozenset({Cause.REFUSED, Cause.LAYOUT, Cause.UNREACHABLE})
 """Causes of failures before the two agents have agreed on a backend, after which a pull is staged."""
+FAR_BACKEND: Final = "gpudirect"
+"""Backend of the direct way that reaches another host."""
 _BETWEEN: Final = "|"
 
 
-def join_endpoint(staged: str, host: str, direct: str) -> str:
-    """Return an endpoint of both ways. An agent without GPUs reads what stands before the first mark."""
-    return _BETWEEN.join((staged, host, direct))
+def join_endpoint(staged: str, host: str, direct: str, *, far: bool) -> str:
+    """Return an endpoint of both ways. An agent without GPUs reads what stands before the first mark.
+
+    `far`: whether the direct way reaches other hosts.
+    """
+    return _BETWEEN.join((staged, host, direct, *([FAR_BACKEND] if far else [])))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -63,7 +68,11 @@ class Pulls:
         host: str,
         tell: Callable[[TransferEvent], None],
         now_s: Callable[[], float],
+        *,
+        far: bool,
     ) -> None:
+        """`far`: whether the direct way reaches other hosts from here."""
+        self._far = far
         self._direct = direct
         self._staged = staged
         self._host = host
@@ -152,13 +161,14 @@ class Pulls:
         return self._pulls.get(key) is pull and pull.way is None
 
     def _choose(self, pull: Pull) -> None:
-        _, host, direct = (*pull.endpoint.split(_BETWEEN), "", "")[:3]
+        _, host, direct, far = (*pull.endpoint.split(_BETWEEN), "", "", "")[:4]
+        backend = "cuda-ipc" if host == self._host else FAR_BACKEND
         if not direct:
-            pull.declined = "cuda-ipc: the source does not offer its GPU's memory"
+            pull.declined = f"{backend}: the source does not offer its GPU's memory"
         elif pull.whole is not None:
-            pull.declined = "cuda-ipc: the numbers of tensor-parallel ranks differ"
-        elif host != self._host:
-            pull.declined = "cuda-ipc: the source is on another host"
+            pull.declined = f"{backend}: the numbers of tensor-parallel ranks differ"
+        elif host != self._host and not (far and self._far):
+            pull.declined = f"{backend}: the source is on another host, and not both have RDMA adapters"
         elif (refusal := self._refusals.get(direct)) and self._now_s() < refusal.until_s:
             pull.declined, pull.is_fallback = refusal.why, True
         else:

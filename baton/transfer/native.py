@@ -55,6 +55,7 @@ class NativeAgent:
         except (RuntimeError, ValueError) as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
+        self.options = options
         self._announced: set[str] = set()
 
     def fileno(self) -> int:

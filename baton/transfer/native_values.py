@@ -31,6 +31,7 @@ def native_options(options: AgentOptions) -> baton_native.Options:
     native.verbs_devices = options.verbs_devices
     native.ucx_library = options.ucx_library
     native.gpu_library = options.gpu_library
+    native.host = options.host_id
     native.lease_ttl_s = options.lease_ttl_s
     native.unclaimed_ttl_s = options.unclaimed_ttl_s
     native.wanted_timeout_s = options.wanted_timeout_s

@@ -82,8 +82,8 @@ class Pool:
     Agents with different fingerprints refuse each other with cause MODEL, naming the words that differ.
     """
     device: int | None = None
-    """CUDA device of the memory; None: host memory. A pool on a device moves by cuda-ipc and cuda-put only. Within one
-    process, its memory must also outlive the agents that pull from this one."""
+    """CUDA device of the memory; None: host memory. A pool on a device moves by cuda-ipc, cuda-put and gpudirect
+    only. Within one process, its memory must also outlive the agents that pull from this one."""
     region: SharedMemory | None = None
     """Region from `share_memory`, if all layers lie in it: peers on this host then read it directly."""
     layout: str = ""
@@ -139,10 +139,12 @@ class AgentOptions:
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
     memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; tcp.
-    Pools in CUDA memory, on one host: cuda-ipc, the sink's GPU reads the source's blocks; cuda-put, the source's GPU
-    writes them into slots of the sink's. Used only if named here: ucx, UCX with its own choice of transports; it
-    trusts every peer that reaches it.
+    Pools in CUDA memory: cuda-ipc, on one host, the sink's GPU reads the source's blocks; cuda-put, on one host, the
+    source's GPU writes them into slots of the sink's; gpudirect, RDMA adapters read from GPU to GPU. Used only if named
+    here: ucx, UCX with its own choice of transports; it trusts every peer that reaches it.
     """
+    host_id: str = ""
+    """Name of this host that no other has, by which the handshake knows what cannot work; empty: its boot id."""
     verbs_library: str = "libibverbs.so.1"
     """Library loaded when the pool is set, like `ucx_library`; if it is missing, its backend is declined."""
     verbs_devices: str = ""

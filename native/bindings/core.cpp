@@ -28,6 +28,7 @@ void bind_values(nb::module_& m) {
   nb::class_<Options>(m, "Options")
       .def(nb::init<>())
       .def_rw("secret", &Options::secret)
+      .def_rw("host", &Options::host)
       .def_rw("backends", &Options::backends)
       .def_rw("striped", &Options::striped)
       .def_rw("streams", &Options::streams)

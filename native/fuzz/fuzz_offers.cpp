@@ -99,7 +99,7 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   std::string why;
   const auto offering = backend.at_source(source.site(), why);
   // The pools here are in host memory, for which GPUs offer nothing and take no offer.
-  require((offering == nullptr) == (backend.name == kUcx.name || backend.name.starts_with("cuda")));
+  require((offering == nullptr) == (backend.name == kUcx.name || backend.device));
   Blob offer = changed(offering == nullptr ? offer_of_ucx(source.pool) : offering->offer(), input);
   if (backend.name == kDirect.name || backend.name == kCma.name) name_own_process(offer);
   const auto accepting = backend.at_sink(sink.site(), offer, why);

@@ -177,6 +177,34 @@ BatonGpuStatus baton_gpu_unmap(BatonGpu* gpu, uint64_t base) {
   });
 }
 
+BatonGpuStatus baton_gpu_dma_buf(BatonGpu* gpu, uint64_t address, uint64_t bytes, int* fd, uint64_t* offset) {
+  return guarded([&] {
+    const OnDevice on(gpu->device);
+    constexpr int kDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uint64_t begin = address / page * page;
+    const uint64_t end = (address + bytes + page - 1) / page * page;
+    const auto make = driver().get_range_handle;
+    if (make == nullptr || make(fd, begin, end - begin, kDmaBuf, 0) != 0) {
+      throw Failure{BATON_GPU_NOT_SHARED, "the driver makes no dma-buf of this memory"};
+    }
+    *offset = address - begin;
+  });
+}
+
+BatonGpuStatus baton_gpu_flush(BatonGpu* gpu) {
+  return guarded([&] {
+    const OnDevice on(gpu->device);
+    if (gpu->attribute(cudaDevAttrGPUDirectRDMAWritesOrdering) >= cudaGPUDirectRDMAWritesOrderingOwner) return;
+    if ((gpu->attribute(cudaDevAttrGPUDirectRDMAFlushWritesOptions) & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) {
+      throw Failure{BATON_GPU_NOT_SHARED, "the GPU does not tell when writes of adapters are visible to it"};
+    }
+    check(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                                             cudaFlushGPUDirectRDMAWritesToOwner),
+          "writes of adapters cannot be waited for");
+  });
+}
+
 BatonGpuStatus baton_gpu_write(BatonGpu* gpu, uint64_t address, uint64_t value) {
   return guarded([&] {
     const OnDevice on(gpu->device);

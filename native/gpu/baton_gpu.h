@@ -19,7 +19,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-#define BATON_GPU_ABI 2u
+#define BATON_GPU_ABI 3u
 #define BATON_GPU_ALIGN 16u  // Bytes: alignment of addresses, strides and lengths, and the unit that a thread moves.
 #define BATON_GPU_LAUNCHES_MAX 2u   // Unfinished launches of a queue: one runs while the next is made.
 #define BATON_GPU_PIECES_MAX 4096u  // Per launch.
@@ -96,6 +96,11 @@ BatonGpuStatus baton_gpu_share(BatonGpu* gpu, uint64_t base, BatonGpuHandle* han
 // `bytes` is the size actually mapped, whatever the handle's sender says.
 BatonGpuStatus baton_gpu_map(BatonGpu* gpu, const BatonGpuHandle* handle, uint64_t* base, uint64_t* bytes);
 BatonGpuStatus baton_gpu_unmap(BatonGpu* gpu, uint64_t base);
+// A dma-buf of whole pages around memory of the device, with which an RDMA adapter of this host registers it; the
+// caller closes it. `offset`: position of `address` in it. BATON_GPU_NOT_SHARED if the driver makes none.
+BatonGpuStatus baton_gpu_dma_buf(BatonGpu* gpu, uint64_t address, uint64_t bytes, int* fd, uint64_t* offset);
+// Returns once all that adapters have reported as written is visible to the device.
+BatonGpuStatus baton_gpu_flush(BatonGpu* gpu);
 
 // Writes a word of device memory, visible to every device and process that maps it. Returns at once, as does the next.
 BatonGpuStatus baton_gpu_write(BatonGpu* gpu, uint64_t address, uint64_t value);

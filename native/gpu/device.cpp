@@ -38,10 +38,11 @@ void load(const std::string& name, Calls& calls) {
                      find("close", calls.close) && find("name", calls.name) && find("allocate", calls.allocate) &&
                      find("free", calls.free) && find("copy", calls.copy) && find("fill", calls.fill) &&
                      find("range", calls.range) && find("share", calls.share) && find("map", calls.map) &&
-                     find("unmap", calls.unmap) && find("write", calls.write) &&
-                     find("write_after", calls.write_after) && find("queue_open", calls.queue_open) &&
-                     find("queue_close", calls.queue_close) && find("queue_scratch", calls.queue_scratch) &&
-                     find("queue_fd", calls.queue_fd) && find("launch", calls.launch) && find("ended", calls.ended) &&
+                     find("unmap", calls.unmap) && find("dma_buf", calls.dma_buf) && find("flush", calls.flush) &&
+                     find("write", calls.write) && find("write_after", calls.write_after) &&
+                     find("queue_open", calls.queue_open) && find("queue_close", calls.queue_close) &&
+                     find("queue_scratch", calls.queue_scratch) && find("queue_fd", calls.queue_fd) &&
+                     find("launch", calls.launch) && find("ended", calls.ended) &&
                      find("copies_open", calls.copies_open) && find("copies_close", calls.copies_close) &&
                      find("copies_pin", calls.copies_pin) && find("copies_unpin", calls.copies_unpin) &&
                      find("copies_start", calls.copies_start) && find("copies_check", calls.copies_check);
@@ -96,7 +97,22 @@ BatonGpuHandle Device::share(std::uint64_t base) {
   return handle;
 }
 
+DmaBuf Device::dma_buf(std::uint64_t address, std::uint64_t bytes) {
+  int fd = -1;
+  std::uint64_t offset = 0;
+  check(calls_.dma_buf(gpu_, address, bytes, &fd, &offset));
+  return {fd, offset};
+}
+
+void Device::flush() {
+  check(calls_.flush(gpu_));
+}
+
 // ---------------------------------------------------------------- memory
+
+DmaBuf::~DmaBuf() {
+  ::close(fd_);
+}
 
 Memory::Memory(std::shared_ptr<Device> device, std::uint64_t bytes) : device_(std::move(device)), bytes_(bytes) {
   device_->check(device_->calls_.allocate(device_->gpu_, bytes, &address_));

@@ -35,6 +35,8 @@ struct Calls {
   decltype(&baton_gpu_share) share;
   decltype(&baton_gpu_map) map;
   decltype(&baton_gpu_unmap) unmap;
+  decltype(&baton_gpu_dma_buf) dma_buf;
+  decltype(&baton_gpu_flush) flush;
   decltype(&baton_gpu_write) write;
   decltype(&baton_gpu_write_after) write_after;
   decltype(&baton_gpu_queue_open) queue_open;
@@ -49,6 +51,22 @@ struct Calls {
   decltype(&baton_gpu_copies_unpin) copies_unpin;
   decltype(&baton_gpu_copies_start) copies_start;
   decltype(&baton_gpu_copies_check) copies_check;
+};
+
+// A descriptor of device memory for an adapter, see baton_gpu_dma_buf.
+class DmaBuf {
+ public:
+  DmaBuf(int fd, std::uint64_t offset) : fd_(fd), offset_(offset) {}
+  ~DmaBuf();
+  DmaBuf(const DmaBuf&) = delete;
+  DmaBuf& operator=(const DmaBuf&) = delete;
+
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] std::uint64_t offset() const { return offset_; }
+
+ private:
+  int fd_;
+  std::uint64_t offset_;
 };
 
 // All calls of this class and of those below throw Error.
@@ -76,6 +94,8 @@ class Device {
   };
   [[nodiscard]] Range range(std::uint64_t address);
   [[nodiscard]] BatonGpuHandle share(std::uint64_t base);
+  [[nodiscard]] DmaBuf dma_buf(std::uint64_t address, std::uint64_t bytes);
+  void flush();
 
  private:
   friend class Memory;

@@ -74,6 +74,9 @@ struct Driver {
   int (*set_context)(void* context);
   int (*get_address_range)(unsigned long long* base, std::size_t* bytes, unsigned long long address);
   int (*write_value)(cudaStream_t stream, unsigned long long address, std::uint64_t value, unsigned flags);
+  // Null before CUDA 11.7.
+  int (*get_range_handle)(void* handle, unsigned long long address, std::size_t bytes, int type,
+                          unsigned long long flags);
 };
 
 const Driver& driver() {
@@ -85,6 +88,8 @@ const Driver& driver() {
       calls.get_address_range =
           reinterpret_cast<decltype(calls.get_address_range)>(::dlsym(library, "cuMemGetAddressRange_v2"));
       calls.write_value = reinterpret_cast<decltype(calls.write_value)>(::dlsym(library, "cuStreamWriteValue64_v2"));
+      calls.get_range_handle =
+          reinterpret_cast<decltype(calls.get_range_handle)>(::dlsym(library, "cuMemGetHandleForAddressRange"));
     }
     return calls;
   }();
@@ -240,5 +245,10 @@ struct BatonGpu {
     }
     base = begin;
     bytes = size;
+  }
+  [[nodiscard]] int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "the GPU does not say what it can");
+    return value;
   }
 };

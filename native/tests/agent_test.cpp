@@ -55,7 +55,7 @@ struct Node {
                                                             : std::vector<std::string>{"127.0.0.1:0"}) {}
   explicit Node(const Options& options, const std::vector<std::string>& listen = {"127.0.0.1:0"})
       : region(Region::create(kLayers * kBlocks * kStrideBytes)),
-        memory(options.backends.front().starts_with("cuda")
+        memory(find_backend(options.backends.front())->device
                    ? std::make_unique<gpu::Memory>(std::make_shared<gpu::Device>(FAKE_GPU, 0), region->bytes())
                    : nullptr),
         agent(options, listen) {
@@ -232,17 +232,26 @@ TEST(traffic_over_cuda_ipc) {
 TEST(traffic_over_cuda_put) {
   run_traffic("cuda-put");
 }
+TEST(traffic_over_gpudirect) {
+  run_traffic("gpudirect");
+}
 TEST(many_callers_over_cuda_ipc) {
   run_many_at_once("cuda-ipc");
 }
 TEST(many_callers_over_cuda_put) {
   run_many_at_once("cuda-put");
 }
+TEST(many_callers_over_gpudirect) {
+  run_many_at_once("gpudirect");
+}
 TEST(sudden_ends_over_cuda_ipc) {
   run_sudden_ends("cuda-ipc");
 }
 TEST(sudden_ends_over_cuda_put) {
   run_sudden_ends("cuda-put");
+}
+TEST(sudden_ends_over_gpudirect) {
+  run_sudden_ends("gpudirect");
 }
 TEST(traffic_over_direct) {
   run_traffic("direct");

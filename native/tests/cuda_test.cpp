@@ -9,6 +9,7 @@
 
 #include "gpu/sum.h"
 #include "tests/check.h"
+#include "tests/fake_adapters.h"
 #include "transfer/cuda_path.h"
 #include "transfer/tcp.h"
 #include "transfer/wire.h"
@@ -37,7 +38,7 @@ struct Side {
     for (const std::uint64_t at : {first.address(), first.address() + layer_bytes, second.address()}) {
       pool.layers.push_back(reinterpret_cast<std::uint8_t*>(at));
     }
-    prepare_cuda({.gpu_library = FAKE_GPU}, pool, fabrics);
+    kGpuDirect.prepare({.verbs_library = FAKE_VERBS, .gpu_library = FAKE_GPU}, pool, fabrics);
   }
   Site site() { return {1, stream, pool, kChunkBytes, happened, fabrics}; }
 };
@@ -137,6 +138,53 @@ TEST(windows_and_slots_that_lie_are_not_written_over_cuda_put) {
     settle(*taking, [&] { return !sink.happened.empty(); }, 10);
   }
   CHECK(accepted > 20 && served > 20);
+}
+
+TEST(offers_and_grants_that_lie_read_nothing_else_over_gpudirect) {
+  Side source, sink;
+  std::string why;
+  std::mt19937 random(7);
+  std::uint32_t proven = 0, placed = 0;
+  for (int round = 0; round < 400; ++round) {
+    const auto offering = kGpuDirect.at_source(source.site(), why);
+    CHECK(offering != nullptr);
+    Blob offer = offering->offer();
+    if (round > 0) change(offer, random, 0);
+    const auto path = kGpuDirect.at_sink(sink.site(), offer, why);
+    CHECK(path != nullptr || !why.empty());
+    if (path == nullptr || !offering->check(path->proof().value())) continue;
+    CHECK(path->resume({}) && !path->resume({}));
+    settle(*path, [&] { return path->proof().has_value(); });
+    if (!path->proof() || !offering->check(*path->proof())) continue;
+    ++proven;
+    path->use(true);
+    sink.happened.clear();
+    Place chunk = chunk_of(random);
+    Writer writer(chunk.where);
+    for (std::size_t i = 0; i < chunk.blocks.size(); ++i) writer.put(static_cast<std::uint32_t>(random() % kBlocks));
+    if (round > 0) change(chunk.where, random, 0);
+    if (!path->place(chunk)) continue;
+    settle(*path, [&] { return !sink.happened.empty(); });
+    placed += sink.happened.size();
+  }
+  CHECK(proven > 50 && placed > 20);
+}
+
+TEST(what_an_adapter_wrote_is_seen_once_its_connection_is_closed_over_gpudirect) {
+  Side source, sink;
+  std::string why;
+  const auto offering = kGpuDirect.at_source(source.site(), why);
+  auto path = kGpuDirect.at_sink(sink.site(), offering->offer(), why);
+  CHECK(offering->check(path->proof().value()) && path->resume({}));
+  settle(*path, [&] { return path->proof().has_value(); });
+  CHECK(offering->check(path->proof().value()));
+  path->use(true);
+  CHECK(path->place({.connection = 1, .pull = 1, .layer = 0, .blocks = {2}, .where = where_of({.blocks = {3}})}));
+  CHECK(path->advance() != DataPath::Turn::broken);
+  for (int tries = 0; baton::tests::kAdapters.unflushed() == 0 && tries < 5000; ++tries) ::usleep(1000);
+  CHECK(baton::tests::kAdapters.unflushed() == 1);
+  path.reset();
+  CHECK(baton::tests::kAdapters.unflushed() == 0);
 }
 
 TEST(a_source_that_ends_a_pull_makes_what_was_granted_stale) {

@@ -1,11 +1,14 @@
 // The fake hardware of tests/fabric meets in a folder.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <stdexcept>
+#include <string>
 
 namespace baton::tests {
 
@@ -37,6 +40,16 @@ class FakeAdapters : public FakeFolder {
     if (!control.seekp(kHold).write(reinterpret_cast<const char*>(&held), sizeof held)) {
       throw std::runtime_error("no adapter is open");
     }
+  }
+  // Writes of this process's adapters into a GPU's memory that the GPU does not see yet.
+  [[nodiscard]] std::int32_t unflushed() const {
+    std::int32_t count = 0;
+    static constexpr std::streamoff kUnflushed = 6 * sizeof count;
+    std::ifstream table(path_ / std::to_string(::getpid()), std::ios::binary);
+    if (!table.seekg(kUnflushed).read(reinterpret_cast<char*>(&count), sizeof count)) {
+      throw std::runtime_error("no adapter is open");
+    }
+    return count;
   }
 };
 

@@ -268,21 +268,39 @@ TEST(a_trailer_of_another_generation_does_not_count) {
 }
 
 TEST(only_ways_that_should_work_here_count_as_fallen_back_from) {
-  const auto fell_back = [](const std::string& sink_host, bool fits) {
+  const auto fell_back = [](bool fits) {
     Options options = options_of(1, {"shm", "tcp"});
     options.local = {"shm"};
     options.host = "here";
     MetSource source(options);
     frames::Identity sink = identity();
     sink.backends = "shm,tcp";
-    sink.host = sink_host;
+    sink.host = "here";
     source.hear(kAtSource, frames::Identify{sink, proof("sink", MetSource::sink_nonce(), source.nonce, sink)});
     source.step(0, BackendOffered{kAtSource, false, {}, "no memory", fits});
     const auto agreed = source.last<frames::Agreed>();
     CHECK(agreed.backend == "tcp" && agreed.declined == "shm: no memory");
     return agreed.fallback;
   };
-  CHECK(fell_back("here", true));
-  CHECK(!fell_back("here", false));
-  CHECK(!fell_back("there", true));
+  CHECK(fell_back(true));
+  CHECK(!fell_back(false));
+}
+
+TEST(ways_within_a_host_are_not_tried_with_another) {
+  for (const std::string backends : {"shm,tcp", "shm"}) {
+    Options options = options_of(1, {"shm", "tcp"});
+    options.local = {"shm"};
+    options.host = "here";
+    MetSource source(options);
+    frames::Identity sink = identity();
+    sink.backends = backends;
+    sink.host = "there";
+    source.hear(kAtSource, frames::Identify{sink, proof("sink", MetSource::sink_nonce(), source.nonce, sink)});
+    if (backends == "shm") {
+      CHECK(source.last<frames::Refuse>().detail.starts_with("no common backend between two hosts"));
+    } else {
+      const auto agreed = source.last<frames::Agreed>();
+      CHECK(agreed.backend == "tcp" && agreed.declined.empty() && !agreed.fallback);
+    }
+  }
 }

@@ -190,7 +190,8 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
     for (const std::string& name : core_.options().backends) {
       if (find_backend(name)->device) continue;
       throw std::invalid_argument(
-          "a pool in CUDA memory moves by cuda-ipc and cuda-put only, and this agent's backends name " + name);
+          "a pool in CUDA memory moves by cuda-ipc, cuda-put and gpudirect only, and this agent's backends name " +
+          name);
     }
   }
   std::optional<layout::Pool> layout_pool;

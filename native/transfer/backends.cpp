@@ -7,7 +7,8 @@
 namespace baton::transfer {
 
 std::span<const Backend* const> backends() {
-  static constexpr const Backend* kAll[] = {&kCudaIpc, &kCudaPut, &kDirect, &kRing, &kCma, &kVerbs, &kUcx, &kTcp};
+  static constexpr const Backend* kAll[] = {&kCudaIpc, &kCudaPut, &kGpuDirect, &kDirect, &kRing,
+                                            &kCma,     &kVerbs,   &kUcx,       &kTcp};
   return kAll;
 }
 

@@ -45,9 +45,8 @@ class CudaIpcSource : public CudaServing {
   }
   void served(const Serving& serving, std::uint32_t sum) override {
     const Serve& chunk = serving.chunk;
-    Blob where;
+    Blob where = where_of(chunk);
     Writer writer(where);
-    for (const std::uint32_t block : chunk.blocks) writer.put(block);
     const std::uint32_t epoch = epoch_of(chunk.pull);
     CudaGrant{.released = chunk.released, .epoch = epoch, .epoch_is = cuda_.epoch_is(epoch)}.put(writer);
     site_.happened.push_back(Granted{site_.connection, chunk.pull, chunk.sequence, sum, std::move(where)});

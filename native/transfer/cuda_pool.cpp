@@ -11,7 +11,11 @@ namespace {
 constexpr std::uint64_t kReleasedAt = sizeof(Token);
 constexpr std::uint64_t kEpochsAt = 64;
 constexpr std::uint32_t kEpochs = 65536;  // Largest number of pulls at a time: one for each possible lease.
-constexpr std::uint64_t kControlBytes = kEpochsAt + kEpochs * sizeof(std::uint64_t);
+constexpr std::uint64_t kWordsBytes = kEpochsAt + kEpochs * sizeof(std::uint64_t);
+constexpr std::uint64_t kLandingsAt = (kWordsBytes / CudaPool::kProofBytes + 1) * CudaPool::kProofBytes;
+// A page of the GPU's: smaller memory shares one with other memory, of which a dma-buf cannot be made.
+constexpr std::uint64_t kControlBytes = 2 << 20;
+static_assert(kLandingsAt + CudaPool::kLandings * CudaPool::kProofBytes <= kControlBytes);
 constexpr std::chrono::seconds kRest(2);  // Many times as long as a launch takes.
 constexpr const char* kSenseless = "the source's offer makes no sense";
 
@@ -100,6 +104,7 @@ void CudaPool::share(const FabricOptions& options) {
   device_->copy(control_->address(), reinterpret_cast<std::uint64_t>(token_.data()), token_.size());
   epochs_.assign(kEpochs, 0);
   for (std::uint32_t epoch = kEpochs; epoch-- > 0;) free_epochs_.push_back(epoch);
+  for (std::uint32_t i = 0; i < kLandings; ++i) free_landings_.push_back(landing_address() + i * kProofBytes);
 }
 
 const std::shared_ptr<gpu::Device>& CudaPool::device() const {
@@ -117,6 +122,17 @@ void CudaPool::put(Writer& writer) const {
 
 std::uint64_t CudaPool::released_address() const {
   return control_->address() + kReleasedAt;
+}
+
+std::uint64_t CudaPool::landing_address() const {
+  return control_->address() + kLandingsAt;
+}
+
+std::uint64_t CudaPool::take_landing() {
+  if (free_landings_.empty()) throw std::runtime_error("too many peers prove their access at once");
+  const std::uint64_t place = free_landings_.back();
+  free_landings_.pop_back();
+  return place;
 }
 
 std::uint64_t CudaPool::release_after(std::uint64_t stream) {
@@ -160,7 +176,7 @@ CudaPeer::CudaPeer(const CudaPool& own, Reader& reader) : control_(*own.device()
   std::uint32_t count = 0;
   reader.get(count);
   const std::size_t layers = own.pool().layers.size();
-  if (count == 0 || count > layers || control_.range().bytes < kControlBytes) throw std::runtime_error(kSenseless);
+  if (count == 0 || count > layers || control_.range().bytes < kWordsBytes) throw std::runtime_error(kSenseless);
   for (std::uint32_t i = 0; i < count; ++i) allocations_.emplace_back(*own.device(), get_handle(reader));
   std::vector<std::uint32_t> allocation_of(layers);
   for (std::uint32_t& allocation : allocation_of) reader.get(allocation);

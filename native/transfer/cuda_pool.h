@@ -2,11 +2,12 @@
 //
 // Beside the pool lies one page of words, the control memory, which peers map and read, never write:
 //
-//    | token, 32 bytes | released | rest of 64 bytes | epoch 0 | epoch 1 | …
+//    | token, 32 bytes | released | rest of 64 bytes | epoch 0 | epoch 1 | … | place 0 | place 1 | …
 //
 // `released` only grows: layers posted behind a stream's work are released once it has the value that they were posted
 // with. An epoch belongs to one pull over one connection; it changes when the source stops serving that pull, and no
-// value repeats.
+// value repeats. Adapters of peers read its beginning as the proof of their access, and behind it lie places where
+// proofs arrive that this side's adapters read (see gpudirect.cpp).
 #pragma once
 
 #include <chrono>
@@ -45,9 +46,14 @@ class CudaPool {
   using Clock = std::chrono::steady_clock;
 
  public:
+  static constexpr std::uint64_t kProofBytes = 8 << 10;  // Packets of full size, as in ProofMemory.
+  static constexpr std::uint32_t kLandings = 128;        // Proofs that are read at a time.
+
   // Does not throw if the device is unusable: `device` does.
   CudaPool(const FabricOptions& options, const Pool& pool);
 
+  // The reason why the device cannot be used; empty: it can.
+  [[nodiscard]] const std::string& why() const { return why_; }
   // Throws std::runtime_error if the pool's device cannot be used.
   [[nodiscard]] const std::shared_ptr<gpu::Device>& device() const;
   [[nodiscard]] const Token& token() const { return token_; }
@@ -64,6 +70,12 @@ class CudaPool {
   [[nodiscard]] std::uint64_t epoch_is(std::uint32_t epoch) const { return epochs_[epoch]; }
   // Changes the epoch for all peers that read under it. Throws gpu::Error.
   void end_epoch(std::uint32_t epoch);
+
+  [[nodiscard]] std::uint64_t proof_address() const { return control_->address(); }
+  [[nodiscard]] std::uint64_t landing_address() const;
+  // A place of kProofBytes for a proof. Throws std::runtime_error if all are taken.
+  [[nodiscard]] std::uint64_t take_landing();
+  void rest_landing(std::uint64_t place) { free_landings_.push_back(place); }
 
   // Zeroed memory that one peer may write into. It is reused only when no kernel of an earlier peer can still write
   // there, and freed with the pool, even while a peer still maps it. Throws gpu::Error.
@@ -86,6 +98,7 @@ class CudaPool {
   std::uint64_t released_ = 0;  // Guarded by the mutex.
   std::vector<std::uint64_t> epochs_;
   std::vector<std::uint32_t> free_epochs_;
+  std::vector<std::uint64_t> free_landings_;
   struct Resting {
     std::unique_ptr<gpu::Memory> window;
     Clock::time_point until;

@@ -133,6 +133,7 @@ extern const Backend kCudaPut;
 extern const Backend kDirect;
 extern const Backend kCma;
 extern const Backend kRing;
+extern const Backend kGpuDirect;
 extern const Backend kVerbs;
 extern const Backend kUcx;
 extern const Backend kTcp;

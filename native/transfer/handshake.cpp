@@ -231,16 +231,19 @@ Handshake::Outcome Handshake::on_identify(const frames::Identify& identify, Outb
   const frames::Identity own = identity();
   if (const Outcome outcome = compare(identify.identity, out); outcome != Outcome::going) return outcome;
   checksum_ = options_.checksum || identify.identity.checksum;
-  elsewhere_ = identify.identity.host != options_.host;
+  const bool elsewhere = identify.identity.host != options_.host;
   const auto wanted = split(identify.identity.backends);
+  const auto has = [](const std::vector<std::string>& names, const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
   for (auto name = wanted.rbegin(); name != wanted.rend(); ++name) {
-    const auto& have = options_.backends;
-    if (std::find(have.begin(), have.end(), *name) != have.end()) candidates_.push_back(*name);
+    const bool reaches = !elsewhere || !has(options_.local, *name);
+    if (has(options_.backends, *name) && reaches) candidates_.push_back(*name);
   }
   if (candidates_.empty()) {
-    return refuse(
-        "no common backend: the sink has '" + identify.identity.backends + "', the source has '" + own.backends + "'",
-        out);
+    return refuse("no common backend" + std::string(elsewhere ? " between two hosts" : "") + ": the sink has '" +
+                      identify.identity.backends + "', the source has '" + own.backends + "'",
+                  out);
   }
   out.send(connection_, frames::Welcome{own, proof(Side::source, own)});
   step_ = Step::backends;
@@ -279,9 +282,7 @@ Handshake::Outcome Handshake::offer_next(Outbox& out) {
 }
 
 Handshake::Outcome Handshake::decline(const std::string& why, bool fits, Outbox& out) {
-  const auto& local = options_.local;
-  const bool reaches = !elsewhere_ || std::find(local.begin(), local.end(), backend_) == local.end();
-  fallback_ = fallback_ || (fits && reaches);
+  fallback_ = fallback_ || fits;
   only_equal_ = only_equal_ || (converts_ && !fits);
   declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + why;
   return offer_next(out);

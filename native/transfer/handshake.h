@@ -5,8 +5,9 @@
 //                                     ◀──   Challenge(version, nonce)
 //    Identify(identity, proof)        ──▶                                 proof: keyed hash over side, both
 //                                     ◀──   Welcome(identity, proof)      nonces and identity; or Refuse
-//                                     ◀──   Offer(backend, offer)         for each backend both sides have, until
-//    Answer(ok, proof, why, fits)     ──▶                                 one works; tcp needs no offer
+//                                     ◀──   Offer(backend, offer)         for each backend both sides have that may
+//    Answer(ok, proof, why, fits)     ──▶                                 reach the other host, until one works; tcp
+//                                                                         needs no offer
 //                                     ◀──   Agreed(backend, checksum, declined, fallback)
 //
 // The secret authenticates the two agents; it does not encrypt or sign the later traffic.
@@ -85,8 +86,7 @@ class Handshake {
   bool checksum_ = true;
   std::string declined_;
   bool fallback_ = false;
-  bool elsewhere_ = false;  // The sink is on another host.
-  std::string note_;        // Note of the backend that is tried.
+  std::string note_;  // Note of the backend that is tried.
   double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;

@@ -57,10 +57,14 @@ void OneSidedSource::serve_now(const Serve& chunk) {
   }
   // The bytes pass no code of the agent on their way, so the sum is falsified instead.
   if (chunk.corruption != Corruption::none) crc ^= 0x10;
+  site_.happened.push_back(Granted{site_.connection, chunk.pull, chunk.sequence, crc, where_of(chunk)});
+}
+
+Blob where_of(const Serve& chunk) {
   Blob where;
   Writer writer(where);
   for (const std::uint32_t block : chunk.blocks) writer.put(block);
-  site_.happened.push_back(Granted{site_.connection, chunk.pull, chunk.sequence, crc, std::move(where)});
+  return where;
 }
 
 bool Pieces::match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool, std::size_t more_bytes) {

@@ -48,6 +48,9 @@ struct RemotePool {
   [[nodiscard]] bool fits(std::uint64_t offset, std::uint64_t bytes, std::uint64_t block_bytes) const;
 };
 
+// The grant of a chunk: the source's blocks.
+[[nodiscard]] Blob where_of(const Serve& chunk);
+
 // Pairs of equally long pieces: the local one to write and the remote one to read.
 struct Pieces {
   std::vector<iovec> local;

@@ -304,6 +304,8 @@ struct Calls {
   Pd* (*alloc_pd)(Context* context);
   int (*dealloc_pd)(Pd* pd);
   Mr* (*reg_mr)(Pd* pd, void* address, std::size_t bytes, int access);
+  Mr* (*reg_dmabuf_mr)(Pd* pd, std::uint64_t offset, std::size_t bytes, std::uint64_t address, int fd,
+                       int access);  // Null before v34 of rdma-core.
   int (*dereg_mr)(Mr* mr);
   CompChannel* (*create_comp_channel)(Context* context);
   int (*destroy_comp_channel)(CompChannel* channel);

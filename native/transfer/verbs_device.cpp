@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "transfer/cuda_pool.h"
+
 namespace baton::transfer {
 namespace {
 
@@ -14,6 +16,29 @@ template <class Result>
 Result* made(Result* result, const char* what) {
   if (result == nullptr) throw std::system_error(errno, std::generic_category(), what);
   return result;
+}
+
+int access_of(bool readable) {
+  return ibv::kLocalWrite | (readable ? ibv::kRemoteRead : 0);
+}
+
+ibv::Mr* register_on_gpu(const ibv::Calls& calls, ibv::Pd* pd, gpu::Device& gpu, std::uint64_t begin,
+                         std::uint64_t bytes, int access) {
+  std::string why = "libibverbs takes no dma-buf";
+  if (calls.reg_dmabuf_mr != nullptr) {
+    try {
+      const gpu::DmaBuf buffer = gpu.dma_buf(begin, bytes);
+      ibv::Mr* const mr = calls.reg_dmabuf_mr(pd, buffer.offset(), bytes, begin, buffer.fd(), access);
+      if (mr != nullptr) return mr;
+      why = std::string("the adapter takes no dma-buf: ") + std::strerror(errno);
+    } catch (const gpu::Error& error) {
+      why = error.what();
+    }
+  }
+  ibv::Mr* const mr = calls.reg_mr(pd, reinterpret_cast<void*>(begin), bytes, access);
+  if (mr != nullptr) return mr;
+  throw std::runtime_error("memory of the GPU cannot be registered with the adapter: " + why +
+                           "; nor is it without one (nvidia-peermem, ulimit -l): " + std::strerror(errno));
 }
 
 // Rank of a GID for connections beyond the adapter's own network, to which RoCE v2 can be routed.
@@ -57,8 +82,12 @@ std::vector<VerbsChoice> parse_verbs_devices(const std::string& text) {
 
 VerbsMemory::VerbsMemory(const ibv::Calls& calls, ibv::Pd* pd, const void* begin, std::uint64_t bytes, bool readable)
     : calls_(calls),
-      mr_(made(calls.reg_mr(pd, const_cast<void*>(begin), bytes, ibv::kLocalWrite | (readable ? ibv::kRemoteRead : 0)),
+      mr_(made(calls.reg_mr(pd, const_cast<void*>(begin), bytes, access_of(readable)),
                "memory cannot be registered with the adapter (ulimit -l?)")) {}
+
+VerbsMemory::VerbsMemory(const ibv::Calls& calls, ibv::Pd* pd, gpu::Device& gpu, std::uint64_t begin,
+                         std::uint64_t bytes, bool readable)
+    : calls_(calls), mr_(register_on_gpu(calls, pd, gpu, begin, bytes, access_of(readable))) {}
 
 VerbsMemory::~VerbsMemory() {
   if (mr_ != nullptr) calls_.dereg_mr(mr_);
@@ -66,7 +95,8 @@ VerbsMemory::~VerbsMemory() {
 
 // ---------------------------------------------------------------- a device
 
-VerbsDevice::VerbsDevice(const ibv::Calls& all, ibv::Device* device, std::uint8_t number, int gid, const Pool& pool)
+VerbsDevice::VerbsDevice(const ibv::Calls& all, ibv::Device* device, std::uint8_t number, int gid, const Pool& pool,
+                         CudaPool* cuda)
     : calls(all), name(std::string(device->name) + ":" + std::to_string(number)), port(number), gid_index(gid) {
   try {
     context = made(calls.open_device(device), "the device cannot be opened");
@@ -74,7 +104,7 @@ VerbsDevice::VerbsDevice(const ibv::Calls& all, ibv::Device* device, std::uint8_
     if (gid_index < 0) gid_index = choose_gid(attr);
     if (calls.query_device(context, &limits) != 0) throw std::runtime_error("the device does not say its limits");
     pd = made(calls.alloc_pd(context), "the device has no protection domain left");
-    for (const std::uint8_t* layer : pool.layers) layers.emplace_back(calls, pd, layer, pool.layer_bytes(), true);
+    register_pool(pool, cuda);
   } catch (...) {
     close();
     throw;
@@ -85,8 +115,24 @@ VerbsDevice::~VerbsDevice() {
   close();
 }
 
+void VerbsDevice::register_pool(const Pool& pool, CudaPool* cuda) {
+  for (const std::uint8_t* layer : pool.layers) {
+    if (cuda == nullptr) {
+      layers.emplace_back(calls, pd, layer, pool.layer_bytes(), true);
+    } else {
+      layers.emplace_back(calls, pd, *cuda->device(), reinterpret_cast<std::uint64_t>(layer), pool.layer_bytes(), true);
+    }
+  }
+  if (cuda == nullptr) return;
+  proof.emplace(calls, pd, *cuda->device(), cuda->proof_address(), CudaPool::kProofBytes, true);
+  landing.emplace(calls, pd, *cuda->device(), cuda->landing_address(), CudaPool::kLandings * CudaPool::kProofBytes,
+                  false);
+}
+
 void VerbsDevice::close() {
   layers.clear();
+  proof.reset();
+  landing.reset();
   if (pd != nullptr) calls.dealloc_pd(pd);
   if (context != nullptr) calls.close_device(context);
 }
@@ -121,9 +167,9 @@ int VerbsDevice::choose_gid(const ibv::PortAttr& attr) const {
 
 // ---------------------------------------------------------------- all of them
 
-VerbsDevices::VerbsDevices(const FabricOptions& options, const Pool& pool) {
+VerbsDevices::VerbsDevices(const FabricOptions& options, const Pool& pool, CudaPool* cuda) {
   load(options);
-  if (why_.empty()) open(parse_verbs_devices(options.verbs_devices), pool);
+  if (why_.empty()) open(parse_verbs_devices(options.verbs_devices), pool, cuda);
 }
 
 void VerbsDevices::load(const FabricOptions& options) {
@@ -146,19 +192,20 @@ void VerbsDevices::load(const FabricOptions& options) {
     return;
   }
   calls_.query_gid_ex = reinterpret_cast<decltype(calls_.query_gid_ex)>(library.find("_ibv_query_gid_ex"));
+  calls_.reg_dmabuf_mr = reinterpret_cast<decltype(calls_.reg_dmabuf_mr)>(library.find("ibv_reg_dmabuf_mr"));
   // Where the kernel does not see to it, a forked child must not get the registered pages: the adapter keeps to those,
   // and the parent would go on with copies.
   calls_.fork_init();
 }
 
-void VerbsDevices::open(const std::vector<VerbsChoice>& choices, const Pool& pool) {
+void VerbsDevices::open(const std::vector<VerbsChoice>& choices, const Pool& pool, CudaPool* cuda) {
   int count = 0;
   ibv::Device** list = calls_.get_device_list(&count);
   present_ = count > 0 || !choices.empty();
   const auto try_port = [&](ibv::Device* device, int port, int gid_index) {
     try {
       devices_.push_back(
-          std::make_unique<VerbsDevice>(calls_, device, static_cast<std::uint8_t>(port), gid_index, pool));
+          std::make_unique<VerbsDevice>(calls_, device, static_cast<std::uint8_t>(port), gid_index, pool, cuda));
     } catch (const std::runtime_error& error) {
       why_ += (why_.empty() ? "" : ", ") + std::string(device->name) + ":" + std::to_string(port) + ": " + error.what();
     }

@@ -1,7 +1,9 @@
-// The RDMA adapters of this host: the library, the ports that are used, and the pool, registered with each once.
+// The RDMA adapters of this host: the library, the ports that are used, and the pool, registered with each once. The
+// pool may lie in a GPU's memory (GPUDirect RDMA).
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,13 +13,23 @@
 #include "transfer/types.h"
 #include "transfer/verbs_abi.h"
 
+namespace baton::gpu {
+class Device;
+}
+
 namespace baton::transfer {
+
+class CudaPool;
 
 // Memory that the adapter may read and write for us and, if `readable`, peers may read. No peer may ever write.
 class VerbsMemory {
  public:
   // Throws std::system_error.
   VerbsMemory(const ibv::Calls& calls, ibv::Pd* pd, const void* begin, std::uint64_t bytes, bool readable);
+  // Memory of a GPU: by a dma-buf or, where the driver makes none, by the kernel's module nvidia-peermem. Throws
+  // std::runtime_error.
+  VerbsMemory(const ibv::Calls& calls, ibv::Pd* pd, gpu::Device& gpu, std::uint64_t begin, std::uint64_t bytes,
+              bool readable);
   VerbsMemory(VerbsMemory&& other) noexcept : calls_(other.calls_), mr_(std::exchange(other.mr_, nullptr)) {}
   VerbsMemory& operator=(VerbsMemory&&) = delete;
   ~VerbsMemory();
@@ -42,8 +54,10 @@ struct VerbsChoice {
 // One port of an open device.
 class VerbsDevice {
  public:
-  // Throws std::runtime_error where the port is not active or the device refuses something.
-  VerbsDevice(const ibv::Calls& calls, ibv::Device* device, std::uint8_t port, int gid_index, const Pool& pool);
+  // Throws std::runtime_error where the port is not active or the device refuses something. `cuda`: the pool, if it
+  // lies in a GPU's memory.
+  VerbsDevice(const ibv::Calls& calls, ibv::Device* device, std::uint8_t port, int gid_index, const Pool& pool,
+              CudaPool* cuda);
   ~VerbsDevice();
   VerbsDevice(const VerbsDevice&) = delete;
   VerbsDevice& operator=(const VerbsDevice&) = delete;
@@ -60,9 +74,12 @@ class VerbsDevice {
   ibv::Pd* pd = nullptr;
   ibv::DeviceAttr limits{};
   std::vector<VerbsMemory> layers;  // Registered layers of the pool.
+  // Of a pool in a GPU's memory: what peers read to prove their access, and where this side's proofs arrive.
+  std::optional<VerbsMemory> proof, landing;
 
  private:
   void close();
+  void register_pool(const Pool& pool, CudaPool* cuda);
   [[nodiscard]] int choose_gid(const ibv::PortAttr& attr) const;
 };
 
@@ -70,7 +87,7 @@ class VerbsDevice {
 class VerbsDevices {
  public:
   // Does not throw if no adapter is usable: the calls that return a device do.
-  VerbsDevices(const FabricOptions& options, const Pool& pool);
+  VerbsDevices(const FabricOptions& options, const Pool& pool, CudaPool* cuda = nullptr);
 
   // Whether this host has adapters, working or not.
   [[nodiscard]] bool present() const { return present_; }
@@ -82,7 +99,7 @@ class VerbsDevices {
 
  private:
   void load(const FabricOptions& options);
-  void open(const std::vector<VerbsChoice>& choices, const Pool& pool);
+  void open(const std::vector<VerbsChoice>& choices, const Pool& pool, CudaPool* cuda);
 
   ibv::Calls calls_{};
   std::vector<std::unique_ptr<VerbsDevice>> devices_;

@@ -77,6 +77,8 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     params=[
         "cuda-ipc",
         "cuda-put",
+        "gpudirect",
+        pytest.param("gpudirect lanes", marks=pytest.mark.nightly),
         pytest.param("cuda-ipc on a GPU", marks=pytest.mark.gpu),
         pytest.param("cuda-put on a GPU", marks=pytest.mark.gpu),
         pytest.param("cuda-ipc or staged", marks=pytest.mark.nightly),

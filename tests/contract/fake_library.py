@@ -120,8 +120,9 @@ class FakeVerbs(FakeLibrary):
         "fail_nth",
         "fail_status",
         "shrink",
+        "peer_memory",
     )
-    open = ("contexts", "pds", "mrs", "channels", "cqs", "qps")
+    open = ("contexts", "pds", "mrs", "channels", "cqs", "qps", "unflushed")
     done = ("operations", "reads_0", "reads_1", "sink_gid")
 
 
@@ -148,6 +149,9 @@ class FakeGpu(FakeLibrary):
         "no_pin",
         "fail_start",
         "fail_copies",
+        "no_dma_buf",
+        "no_flush",
+        "lose_flush",
     )
     open = ("devices", "allocations", "mappings", "queues", "engines", "pinned")
     done = ("launches", "chunks", "not_ready", "stale", "batches", "copies")

@@ -12,7 +12,7 @@ from baton.devices.gpus import Driver
 from baton.devices.nvml import read_gpus
 from baton.devices.pci import PciPlace
 from baton.devices.survey import read_survey
-from tests.harness.sysfs import lay_out
+from tests.harness.sysfs import lay_out, let_adapters_reach_gpus
 
 TWO_GPUS = """\
 driver 580.95.05 13000
@@ -48,7 +48,8 @@ def test_gpus_are_read_with_their_ways(nvml: Path) -> None:
 
 def test_a_survey_puts_gpus_and_sysfs_together(nvml: Path, tmp_path: Path) -> None:
     nvml.write_text(TWO_GPUS)
-    survey = read_survey(lay_out("dgx2", tmp_path), FakeNvml.compiled())
+    let_adapters_reach_gpus(lay_out("dgx2", tmp_path), "dma-buf")
+    survey = read_survey(tmp_path, FakeNvml.compiled())
     assert [gpu.place.numa_node for gpu in survey.gpus.gpus] == [0, 1]
     assert not any("GPU" in finding.what for finding in examine(survey).findings)
 

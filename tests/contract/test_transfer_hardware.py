@@ -31,9 +31,9 @@ from baton.transfer import Cause, EventKind
 from tests.harness.limits import HANG_S
 
 LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED = 4, 10, 12
-WAYS = ("verbs", "cuda-ipc", "cuda-put")
-COPY_ENGINE = {"engines", "pinned"}
-"""Counts of what no pull opens; test_device_copies.py has their control."""
+WAYS = ("verbs", "cuda-ipc", "cuda-put", "gpudirect")
+OTHERS = {"engines", "pinned", "unflushed"}
+"""Counts of what no pull opens or leaves; test_device_copies.py and test_transfer_gpudirect.py have their control."""
 
 
 @pytest.fixture(params=WAYS)
@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def fake(request: pytest.FixtureRequest, way: str, make_node: MakeNode) -> Iterator[FakeLibrary]:
     """Provide the fake hardware; delays end before the nodes are closed."""
-    fake: FakeLibrary = request.getfixturevalue("fake_verbs" if way == "verbs" else "fake_gpu")
+    fake: FakeLibrary = request.getfixturevalue("fake_gpu" if way.startswith("cuda") else "fake_verbs")
     yield fake
     fake.set(hold=0)
 
@@ -66,11 +66,12 @@ def begin(source: Node, sink: Node) -> int:
     ("way", "fault"),
     [
         *(
-            ("verbs", {"fail_nth": nth, "fail_status": status})
+            (way, {"fail_nth": nth, "fail_status": status})
+            for way in ("verbs", "gpudirect")
             for nth in (2, 9, 30)
             for status in (LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED)
         ),
-        *(("verbs", {"fail_post": nth}) for nth in (2, 9, 30)),
+        *((way, {"fail_post": nth}) for way in ("verbs", "gpudirect") for nth in (2, 9, 30)),
         *((way, {"fail_launch": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (1, 2, 3)),
         *((way, {"fail_run": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (1, 2, 3)),
     ],
@@ -176,4 +177,4 @@ def test_an_idle_connection_costs_nothing(make_node: MakeNode, fake: FakeLibrary
 def test_the_stand_in_counts_what_is_open(make_node: MakeNode, fake: FakeLibrary) -> None:
     """The control of the tests that look for resources left open."""
     pull_whole(make_node(), make_node())
-    assert set(fake.left_open()) == set(fake.open) - COPY_ENGINE
+    assert set(fake.left_open()) == set(fake.open) - OTHERS

@@ -59,6 +59,10 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
         except GpuUnavailable as error:
             pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
         return {"gpu_library": ""}
+    if way.startswith("gpudirect"):
+        adapters: FakeVerbs = request.getfixturevalue("fake_verbs")
+        memory: FakeGpu = request.getfixturevalue("fake_gpu")
+        return {"verbs_library": adapters.library, "gpu_library": memory.library, **lanes}
     if way.startswith("cuda") or way.endswith("with a device"):
         gpu: FakeGpu = request.getfixturevalue("fake_gpu")
         if "+staged for cuda-ipc" in way:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from transfer_rig import BLOCK_TOKENS, OPTIONS, SOURCE_BLOCKS, Node, make_gpu_agent
 
+from baton.pool.gpu_agent import DIRECT_BACKENDS
 from baton.transfer import AgentOptions, NativeAgent
 
 GPU_AGENT = "gpu"
@@ -29,7 +30,7 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> N
         **json.loads(fabric),
     )
     is_gpu = backends == GPU_AGENT
-    gpu_library = options.gpu_library if is_gpu or options.backends[0].startswith("cuda") else None
+    gpu_library = options.gpu_library if is_gpu or options.backends[0] in DIRECT_BACKENDS else None
     agent = make_gpu_agent(options, len(SOURCE_BLOCKS)) if is_gpu else NativeAgent(options)
     node = Node(agent, shared=options.backends == ("direct",), gpu_library=gpu_library)
 

@@ -229,8 +229,10 @@ class Node(Party):
         return generation
 
 
-def make_gpu_agent(options: AgentOptions, slots: int, *, stream: int | None = None, **more: Any) -> GpuAgent:
-    """Return an agent whose pool GPUs of this host read, and others staged. `stream`: in which its engine works."""
+def make_gpu_agent(
+    options: AgentOptions, slots: int, *, stream: int | None = None, adapters: bool = False, host: str = "", **more: Any
+) -> GpuAgent:
+    """Return an agent whose pool other GPUs read, and other peers staged. `stream`: in which its engine works."""
     options = replace(options, tells_asks=True)
     staged = StagedAgent(
         NativeAgent(replace(options, backends=("direct",))),
@@ -239,7 +241,8 @@ def make_gpu_agent(options: AgentOptions, slots: int, *, stream: int | None = No
         on_ask=True,
         stream=lambda: stream,
     )
-    return GpuAgent(NativeAgent(direct_options(options)), staged, stream=lambda: stream, **more)
+    direct = NativeAgent(direct_options(replace(options, host_id=host), adapters=adapters))
+    return GpuAgent(direct, staged, stream=lambda: stream, **more)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A connector whose KV other engines read by CUDA IPC, over the stand-in for GPUs.
+"""Connectors whose KV other engines read by CUDA IPC or GPUDirect, over the stand-ins for GPUs and adapters.
 
 The tensors of vLLM on a CPU become memory that the stand-in's processes share (`fake_gpu_adopt`). The stream writes the
 blocks of each step; a kernel that reads them without waiting for that is refused. `$BATON_TEST_GATE/fault`, beside
@@ -18,6 +18,7 @@ from typing import Any
 from gate import read_order
 from staged import StagedConnector
 
+from baton.pool.gpu_agent import DIRECT_BACKENDS
 from baton.transfer import AgentOptions, NativeAgent, Pool
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -54,6 +55,14 @@ class IpcConnector(StagedConnector):
         """Say which blocks the stream writes in this layer."""
         for block in {slot // self._block_tokens for slot in attn_metadata.slot_mapping.tolist() if slot >= 0}:
             self._stand_in.wrote(kv_layer[block])
+
+
+class FarConnector(IpcConnector):
+    """The same, on a host of its own that has RDMA adapters."""
+
+    def make_direct(self, options: AgentOptions) -> NativeAgent | None:
+        library, host = os.environ["BATON_TEST_VERBS"], f"the host of {os.getpid()}"
+        return super().make_direct(replace(options, backends=DIRECT_BACKENDS, verbs_library=library, host_id=host))
 
 
 def _pages(pool: Pool) -> list[range]:

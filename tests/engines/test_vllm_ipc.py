@@ -1,4 +1,4 @@
-"""Hand-offs of real vLLM from cache to cache by CUDA IPC, over the stand-in for GPUs: tokens equal one engine's."""
+"""Hand-offs of real vLLM from cache to cache, over the stand-ins for GPUs and adapters: tokens equal one engine's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from engine_pair import Pair, check_several_at_once, prompt, started_pair
 from engine_process import EngineError, until
 from test_vllm_staged import SMALL, STAGED, Gpu, begun, is_free, saved_blocks
 
-from tests.contract.fake_library import FakeGpu
+from tests.contract.fake_library import FakeGpu, FakeVerbs
 
-IPC: dict[str, Any] = {**STAGED, **SMALL["vllm"], "connector": "ipc:IpcConnector", "kv_path": "ipc"}
+CONNECTORS = {"cuda-ipc": "ipc:IpcConnector", "gpudirect": "ipc:FarConnector"}
+IPC: dict[str, Any] = {**STAGED, **SMALL["vllm"], "kv_path": "ipc"}
 PROMPT_TOKENS = 700
 BLOCK_TOKENS = 32
 pytestmark = pytest.mark.nightly
 
 
+@pytest.fixture(scope="module", params=list(CONNECTORS))
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def engines(backend: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     os.environ["BATON_TEST_GPU"] = FakeGpu.compiled()
-    with started_pair(tiny_model, tmp_path_factory, **IPC) as pair:
+    os.environ["BATON_TEST_VERBS"] = FakeVerbs(tmp_path_factory.mktemp("adapters")).library
+    options: dict[str, Any] = {**IPC, "connector": CONNECTORS[backend]}
+    with started_pair(tiny_model, tmp_path_factory, **options) as pair:
         yield pair
 
 
@@ -39,7 +47,7 @@ def backends(pair: Pair) -> list[str]:
     return list(pair.decode.ask("transfers")["pulls"]["done"])
 
 
-def test_kv_goes_from_cache_to_cache(pair: Pair) -> None:
+def test_kv_goes_from_cache_to_cache(pair: Pair, backend: str) -> None:
     for tokens in (33, 200, 1500):
         ids = prompt(tokens, seed=tokens)
         before = pair.decode.ask("load")
@@ -48,7 +56,7 @@ def test_kv_goes_from_cache_to_cache(pair: Pair) -> None:
         assert output == pair.aggregated(ids, 24)
         assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] == 1
         assert last["transferred_tokens"] == tokens - 1
-    assert backends(pair) == ["cuda-ipc"], "metrics and traces name the way"
+    assert backends(pair) == [backend], "metrics and traces name the way"
     assert pair.prefill.ask("stats")["pulls_failed"] == 0
 
 
@@ -83,10 +91,10 @@ def test_blocks_stay_leased_until_the_pull_has_ended(pair: Pair) -> None:
     until(lambda: is_free(pair.prefill))
 
 
-def test_a_cache_that_cannot_be_opened_is_staged_by_name(pair: Pair) -> None:
+def test_a_cache_that_cannot_be_reached_is_staged_by_name(pair: Pair) -> None:
     ids = prompt(PROMPT_TOKENS, seed=8)
     for engine in (pair.prefill, pair.decode):
-        Gpu(engine).set(no_map=1)
+        Gpu(engine).set(no_map=1, no_flush=1)
     before = pair.prefill.ask("stats")["fallbacks"]
     name = pair.name()
     # The other way round, for which no connection exists yet: decode computes, prefill pulls.

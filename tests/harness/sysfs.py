@@ -21,3 +21,13 @@ def lay_out(sample: str, root: Path) -> Path:
         else:
             path.write_text(content + "\n")
     return root
+
+
+def let_adapters_reach_gpus(root: Path, way: str) -> None:
+    """Write what Linux shows of the driver's own modules, or of nvidia-peermem."""
+    if way == "dma-buf":
+        version = root / "proc/driver/nvidia/version"
+        version.parent.mkdir(parents=True)
+        version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n")
+    elif way:
+        (root / "sys/module/nvidia_peermem").mkdir(parents=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.pool.gpu_agent import DIRECT_BACKENDS
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
 from tests.contract.peer_process import Peer
 from tests.contract.transfer_rig import (
@@ -25,7 +26,7 @@ from tests.contract.transfer_rig import (
 )
 from tests.harness.limits import HANG_S
 
-WAYS = ("cuda-ipc", "cuda-put", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
+WAYS = ("cuda-ipc", "cuda-put", "gpudirect", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
 ON_A_GPU = [pytest.param(f"{way} on a GPU", marks=pytest.mark.gpu) for way in ("cuda-ipc", "cuda-put")]
 every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma", *ON_A_GPU])
 
@@ -74,7 +75,7 @@ def make_node(options: AgentOptions, backend: str, fabric: Fabric) -> Node:
 
 def backends_of(backend: str) -> tuple[str, ...]:
     """Return the backend with a fallback, except for pools in CUDA memory, which have none."""
-    return (backend,) if backend.startswith("cuda") else (backend, "tcp")
+    return (backend,) if backend in DIRECT_BACKENDS else (backend, "tcp")
 
 
 def pull(sink: Node, endpoint: str) -> None:

@@ -6,6 +6,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from baton.cli.doctor import describe, examine
 from baton.devices.backends import pair_backends
@@ -14,7 +15,7 @@ from baton.devices.gpus import Driver, Gpu, Gpus
 from baton.devices.pci import Link, PciPlace, Way, nodes_online, pci_place, way_between
 from baton.devices.rdma import nearest_nics, read_nics
 from baton.devices.survey import Host, Survey, read_survey
-from tests.harness.sysfs import lay_out
+from tests.harness.sysfs import lay_out, let_adapters_reach_gpus
 
 GIB = 1 << 30
 DRIVER = Driver(version="580.95.05", cuda=(13, 0))
@@ -36,6 +37,8 @@ def make_gpu(index: int = 0, place: PciPlace | None = None, *, free_gib: int = 8
 
 
 def survey_of(*gpus: Gpu, root: Path | None = None, host: Host = HOST) -> Survey:
+    if root:
+        host = replace(host, gpu_memory_by=read_survey(root, nvml_library="none").host.gpu_memory_by)
     return Survey(gpus=Gpus(driver=DRIVER, gpus=gpus), nics=read_nics(root) if root else (), host=host)
 
 
@@ -162,7 +165,24 @@ def test_host_memory_of_one_host(shm_free_bytes: int, ptrace_scope: int, backend
     assert backends(survey_of(host=host))["host memory, workers of this host"] == backend
 
 
+@pytest.mark.parametrize(
+    ("way", "backend", "why"),
+    [
+        ("dma-buf", "gpudirect", "mlx5_0:1, mlx5_1:1, by dma-buf; from GPU to GPU"),
+        ("nvidia-peermem", "gpudirect", "mlx5_0:1, mlx5_1:1, by nvidia-peermem; from GPU to GPU"),
+        ("", "verbs+staged", "mlx5_0:1, mlx5_1:1; adapters cannot reach GPU memory here"),
+    ],
+)
+def test_gpus_of_two_hosts(dgx2: Path, way: str, backend: str, why: str) -> None:
+    let_adapters_reach_gpus(dgx2, way)
+    survey = survey_of(make_gpu(0, pci_place(dgx2, "0000:34:00.0")), root=dgx2)
+    pair = pair_backends(survey)[-1]
+    assert (pair.backend, pair.why) == (backend, why)
+    assert any("cannot reach the GPUs' memory" in found.what for found in find(survey)) == (not way)
+
+
 def test_a_machine_in_order_has_no_findings(dgx2: Path) -> None:
+    let_adapters_reach_gpus(dgx2, "dma-buf")
     gpu = make_gpu(0, pci_place(dgx2, "0000:34:00.0"))
     found = find(survey_of(gpu, root=dgx2))
     assert [one.what for one in found] == ["the RDMA adapter mlx5_2 is up, but this process may not open it"]
@@ -228,5 +248,8 @@ def test_the_report_names_each_gpus_adapter_and_its_setting(dgx2: Path) -> None:
     assert "reads GPU 1 over NVLink; nearest adapter: mlx5_0:1 (same PCIe switch)" in said
     assert "agent_verbs_devices=mlx5_1:1" in said
     assert "reads GPU 0 over PCIe" in said
-    assert "GPU memory, workers of two hosts: verbs+staged (mlx5_0:1, mlx5_1:1; adapters read host memory)" in said
+    assert (
+        "GPU memory, workers of two hosts: verbs+staged (mlx5_0:1, mlx5_1:1; adapters cannot reach GPU memory here)"
+        in said
+    )
     assert "KV leaves GPU memory so with KV_PATH=ipc" in said

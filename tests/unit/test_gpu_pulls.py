@@ -12,7 +12,7 @@ from baton.transfer import Cause, EventKind, TransferEvent
 
 HOST = "here"
 KEY = b"k" * 16
-SOURCE = join_endpoint("staged:1", HOST, "direct:1")
+SOURCE = join_endpoint("staged:1", HOST, "direct:1", far=False)
 
 
 class RecordingAgent:
@@ -32,7 +32,7 @@ class RecordingAgent:
 def test_a_pull_that_is_cancelled_before_the_stream_ends_neither_starts_nor_ends_twice(late: str) -> None:
     """Its blocks may be another request's by then: a pull that started would overwrite them."""
     direct, staged, told = RecordingAgent(), RecordingAgent(), list[TransferEvent]()
-    pulls = Pulls(cast("Any", direct), cast("Any", staged), HOST, told.append, lambda: 0.0)
+    pulls = Pulls(cast("Any", direct), cast("Any", staged), HOST, told.append, lambda: 0.0, far=False)
     pull = Pull(endpoint=SOURCE, first_token=0, tokens=16, blocks=[1], deadline_s=60.0, whole=None)
     assert pulls.begin(KEY, pull)
     pulls.cancel(KEY)

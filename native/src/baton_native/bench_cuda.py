@@ -31,7 +31,8 @@ from baton_native.layout import Chunk, DeviceMover, Layout, Pool, Table, convert
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
-BACKENDS = ("cuda-ipc", "cuda-put")
+BACKENDS = ("cuda-ipc", "cuda-put", "gpudirect")
+ADAPTERS = Path("/sys/class/infiniband")
 CHUNK_BYTES = 8 << 20
 """Size of a chunk, the one of Baton's agents for these backends (`DIRECT_CHUNK_BYTES`)."""
 POISON = 0xA5
@@ -292,7 +293,9 @@ class Pair:
 def measure_pulls(library: str, layers: int, blocks: int) -> list[Figure]:
     """Return GB/s of whole pulls, as a caller sees them; raise if a byte is wrong, or written too late."""
     figures: list[Figure] = []
-    for backend, checksum in itertools.product(BACKENDS, (False, True)):
+    has_adapters = ADAPTERS.is_dir() and any(ADAPTERS.iterdir())
+    backends = [name for name in BACKENDS if has_adapters or name != "gpudirect"]
+    for backend, checksum in itertools.product(backends, (False, True)):
         pair = Pair(library, backend, checksum, layers, blocks)
         try:
             pair.check_bytes()

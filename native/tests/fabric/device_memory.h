@@ -33,6 +33,9 @@ struct Control {
   Word no_pin;          // Host memory cannot be pinned, n times from now on.
   Word fail_start;      // The n-th batch from now on is refused.
   Word fail_copies;     // The n-th batch from now on fails the device: none ends any more.
+  Word no_dma_buf;      // The driver makes none.
+  Word no_flush;        // Writes of adapters cannot be waited for …
+  Word lose_flush;      // … or are not, although that is said.
 };
 
 struct Counts {

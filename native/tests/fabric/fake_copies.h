@@ -82,6 +82,14 @@ class Streams {
     const std::lock_guard held(lock_);
     last_writes_.clear();
   }
+  // Something else than a stream has written there.
+  void forget(std::uint64_t address, std::uint64_t size) {
+    const std::lock_guard held(lock_);
+    auto at = last_writes_.lower_bound(address < size_max_ ? 0 : address - size_max_);
+    while (at != last_writes_.end() && at->first < address + size) {
+      at = at->first + at->second.size > address ? last_writes_.erase(at) : std::next(at);
+    }
+  }
   // Wait for all writes, as freeing memory of a GPU does.
   void drain() {
     std::unique_lock held(lock_);

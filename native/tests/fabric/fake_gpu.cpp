@@ -337,6 +337,27 @@ BatonGpuStatus baton_gpu_unmap(BatonGpu*, uint64_t base) {
   return BATON_GPU_OK;
 }
 
+BatonGpuStatus baton_gpu_dma_buf(BatonGpu*, uint64_t address, uint64_t bytes, int* fd, uint64_t* offset) {
+  World& world = World::get();
+  if (world.control->no_dma_buf != 0) return fail(BATON_GPU_NOT_SHARED, "the driver makes no dma-buf of this memory");
+  const std::lock_guard held(world.lock);
+  const auto at = world.find(address, bytes);
+  if (at == world.memory.end() || at->second.fd < 0) misused("what an adapter is to reach was not allocated");
+  *fd = ::fcntl(at->second.fd, F_DUPFD_CLOEXEC, 0);
+  *offset = address - at->first;
+  return BATON_GPU_OK;
+}
+
+BatonGpuStatus baton_gpu_flush(BatonGpu*) {
+  if (World::get().control->no_flush != 0)
+    return fail(BATON_GPU_NOT_SHARED, "the GPU does not tell of adapters' writes");
+  using Written = void(std::uint64_t address, std::uint64_t bytes);
+  static auto* const flush = reinterpret_cast<void (*)(Written*)>(find_loaded("verbs", "fake_verbs_flush"));
+  const auto written = [](std::uint64_t address, std::uint64_t bytes) { Streams::get().forget(address, bytes); };
+  if (flush != nullptr && World::get().control->lose_flush == 0) flush(written);
+  return BATON_GPU_OK;
+}
+
 BatonGpuStatus baton_gpu_write(BatonGpu*, uint64_t address, uint64_t value) {
   World::get().word(address) = value;
   return BATON_GPU_OK;
@@ -515,6 +536,14 @@ void fake_gpu_adopt(uint64_t address, uint64_t bytes) {
   }
   const std::lock_guard held(world.lock);
   world.memory[address] = {bytes, static_cast<std::uint8_t*>(at), fd, 0};
+}
+
+// For the stand-in for adapters: the memory behind an address; null for none of the device's.
+void* fake_gpu_behind(uint64_t address, uint64_t bytes) {
+  World& world = World::get();
+  const std::lock_guard held(world.lock);
+  const auto at = world.find(address, bytes);
+  return at == world.memory.end() ? nullptr : at->second.backing + (address - at->first);
 }
 
 // For tests: all streams have been waited for.

@@ -5,6 +5,9 @@
 // protection domains, the sizes of queues, completion events that must be acknowledged; a queue pair that errs flushes
 // what it has, and nothing is written once it is destroyed. What a caller would only notice by a hang aborts.
 //
+// Memory of the stand-in for GPUs (fake_gpu.cpp), which the host cannot touch, is registered by its dma-buf, or as it
+// is if a module of the kernel is said to be loaded. What is written there is not seen before that stand-in flushes it.
+//
 // $FAKE_VERBS_DIR holds a file `control` of 32-bit words that tests may set at any time (see Control), and one table
 // for each process, named after its id, that begins with counts of what the process has open (see Table).
 #include <sys/eventfd.h>
@@ -86,6 +89,30 @@ std::uint32_t take_slot(Slot* slots, std::uint32_t count, Word Slot::* taken_by,
     if (number != 0 && slots[number % count].*taken_by == 0) return number;
   }
   return 0;
+}
+
+// A region of memory that lies `behind` its address, and so many bytes there are mapped for it.
+Mr* add_mr(Pd* pd, std::uint64_t address, std::size_t bytes, int access, void* behind, std::uint64_t mapped) {
+  const std::lock_guard held(adapter().lock);
+  Table& own = *adapter().own;
+  const auto key = take_slot(own.mr, kMrs, &SharedMr::key, 0x7FFFFFFF);
+  if (key == 0) return errno = ENOMEM, nullptr;
+  SharedMr& mr = own.mr[key % kMrs];
+  mr.access = access;
+  mr.pd = static_cast<FakePd*>(pd)->id;
+  mr.begin = address;
+  mr.behind = reinterpret_cast<std::uint64_t>(behind);
+  mr.mapped = mapped;
+  mr.bytes = bytes;
+  mr.bytes_for_peers = adapter().control->shrink != 0 ? std::min<std::size_t>(bytes, 64 << 10) : bytes;
+  mr.key = static_cast<std::int32_t>(key);
+  ++own.mrs;
+  return new Mr{.context = pd->context,
+                .pd = pd,
+                .addr = reinterpret_cast<void*>(address),
+                .length = bytes,
+                .lkey = key,
+                .rkey = key};
 }
 
 }  // namespace
@@ -172,24 +199,42 @@ int ibv_dealloc_pd(Pd* pd) {
   return 0;
 }
 
+// The adapter keeps to the pages, so they must be there.
 Mr* ibv_reg_mr(Pd* pd, void* address, std::size_t bytes, int access) {
-  const std::lock_guard held(adapter().lock);
-  Table& own = *adapter().own;
-  const auto key = take_slot(own.mr, kMrs, &SharedMr::key, 0x7FFFFFFF);
-  if (key == 0) return errno = ENOMEM, nullptr;
-  SharedMr& mr = own.mr[key % kMrs];
-  mr.access = access;
-  mr.pd = static_cast<FakePd*>(pd)->id;
-  mr.begin = reinterpret_cast<std::uint64_t>(address);
-  mr.bytes = bytes;
-  mr.bytes_for_peers = adapter().control->shrink != 0 ? std::min<std::size_t>(bytes, 64 << 10) : bytes;
-  mr.key = static_cast<std::int32_t>(key);
-  ++own.mrs;
-  return new Mr{.context = pd->context, .pd = pd, .addr = address, .length = bytes, .lkey = key, .rkey = key};
+  const auto at = reinterpret_cast<std::uint64_t>(address);
+  std::uint8_t first = 0;
+  const iovec here{&first, 1}, there{address, 1};
+  void* behind = ::process_vm_readv(::getpid(), &here, 1, &there, 1, 0) == 1 ? address : nullptr;
+  if (behind == nullptr && adapter().control->peer_memory != 0) {
+    using Behind = void*(std::uint64_t address, std::uint64_t bytes);
+    auto* const find = reinterpret_cast<Behind*>(find_loaded("gpu", "fake_gpu_behind"));
+    behind = find == nullptr ? nullptr : find(at, bytes);
+  }
+  if (behind == nullptr) return errno = EFAULT, nullptr;
+  return add_mr(pd, at, bytes, access, behind, 0);
+}
+
+Mr* ibv_reg_dmabuf_mr(Pd* pd, std::uint64_t offset, std::size_t bytes, std::uint64_t address, int fd, int access) {
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (offset % page != address % page) misused("an address is not at its dma-buf's place in a page");
+  const std::uint64_t begin = offset / page * page, mapped = offset - begin + bytes;
+  void* const at = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(begin));
+  if (at == MAP_FAILED) return nullptr;
+  return add_mr(pd, address, bytes, access, static_cast<std::uint8_t*>(at) + (offset - begin), mapped);
+}
+
+// `written` is told the addresses.
+void fake_verbs_flush(void (*written)(std::uint64_t address, std::uint64_t bytes)) {
+  adapter().flush_writes(written);
 }
 
 int ibv_dereg_mr(Mr* mr) {
   const std::lock_guard held(adapter().lock);
+  const SharedMr& region = adapter().own->mr[mr->lkey % kMrs];
+  if (region.mapped > 0) {
+    const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    ::munmap(reinterpret_cast<void*>(region.behind / page * page), region.mapped);
+  }
   adapter().own->mr[mr->lkey % kMrs].key = 0;
   --adapter().own->mrs;
   delete mr;

@@ -2,7 +2,9 @@
 // each process.
 #pragma once
 
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 namespace baton::tests {
 
@@ -31,6 +34,23 @@ T* map_file(const std::string& path, int flags) {
                  : MAP_FAILED;
   ::close(fd);
   return at == MAP_FAILED ? nullptr : static_cast<T*>(at);
+}
+
+// A symbol of a library that this process has loaded and whose name contains `part`: of another stand-in. Null: none.
+inline void* find_loaded(const char* part, const char* symbol) {
+  const auto add = [](dl_phdr_info* info, std::size_t, void* names) {
+    static_cast<std::vector<std::string>*>(names)->emplace_back(info->dlpi_name);
+    return 0;
+  };
+  std::vector<std::string> loaded;
+  ::dl_iterate_phdr(add, &loaded);
+  for (const std::string& name : loaded) {
+    if (name.find(part) == std::string::npos) continue;
+    void* const library = ::dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+    void* const found = library == nullptr ? nullptr : ::dlsym(library, symbol);
+    if (found != nullptr) return found;
+  }
+  return nullptr;
 }
 
 inline std::string folder_of(const char* variable) {

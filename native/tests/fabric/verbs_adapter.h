@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <filesystem>
 #include <map>
@@ -23,6 +24,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "tests/fabric/tables.h"
 #include "transfer/verbs_abi.h"
@@ -47,12 +49,19 @@ struct Control {
   Word fail_nth;     // The n-th operation from now on …
   Word fail_status;  // … completes with this.
   Word shrink;       // Regions registered while it is set end after 64 KiB, for peers.
+  Word peer_memory;  // The kernel's module for a GPU's memory (nvidia-peermem) is loaded.
 };
 
 struct SharedMr {
   Word key;  // 0: none.
   std::int32_t access, pd;
   std::uint64_t begin, bytes, bytes_for_peers;
+  std::uint64_t behind;  // Address of the memory in its process: another one than `begin` for a GPU's.
+  [[nodiscard]] std::uint8_t* at(std::uint64_t address) const {
+    return reinterpret_cast<std::uint8_t*>(behind + (address - begin));
+  }
+  std::uint64_t mapped;  // Bytes that are mapped there for this region.
+  [[nodiscard]] bool on_gpu() const { return behind != begin; }
 };
 
 struct SharedQp {
@@ -64,6 +73,7 @@ struct SharedQp {
 
 struct Table {
   Word contexts, pds, mrs, channels, cqs, qps;
+  Word unflushed;                     // Writes into a GPU's memory that it does not see yet.
   Word operations, reads_0, reads_1;  // Carried out.
   Word sink_gid;                      // GID of the last queue pair that may have requests.
   Word pid;
@@ -132,6 +142,17 @@ class Adapter {
   Table* own;
   std::set<FakeQp*> queues;
   std::thread thread;
+
+  // Makes what was written into a GPU's memory visible there.
+  void flush_writes(void (*written)(std::uint64_t address, std::uint64_t bytes)) {
+    const std::lock_guard held(lock);
+    for (const Unflushed& write : unflushed_) {
+      std::memcpy(write.to, write.bytes.data(), write.bytes.size());
+      written(write.address, write.bytes.size());
+    }
+    unflushed_.clear();
+    own->unflushed = 0;
+  }
 
   void open() {
     if (own->contexts++ > 0) return;
@@ -252,15 +273,28 @@ class Adapter {
         (remote.access & right) == 0 || (other.access & right) == 0 || remote.pd != other.pd) {
       return kRemoteAccess;
     }
-    const iovec here{reinterpret_cast<void*>(target.addr), target.length};
-    const iovec there{reinterpret_cast<void*>(work.request.rdma.remote_addr), target.length};
+    std::vector<std::uint8_t> posted(read && local.on_gpu() ? target.length : 0);
+    const iovec here{posted.empty() ? local.at(target.addr) : posted.data(), target.length};
+    const iovec there{remote.at(work.request.rdma.remote_addr), target.length};
     const auto copy = read ? ::process_vm_readv : ::process_vm_writev;
-    if (copy(qp.peer_pid, &here, 1, &there, 1, 0) == static_cast<ssize_t>(target.length)) return kSuccess;
-    return errno == ESRCH ? kRetriesExceeded : kRemoteOperation;
+    if (copy(qp.peer_pid, &here, 1, &there, 1, 0) != static_cast<ssize_t>(target.length)) {
+      return errno == ESRCH ? kRetriesExceeded : kRemoteOperation;
+    }
+    if (!posted.empty()) {
+      unflushed_.push_back({target.addr, local.at(target.addr), std::move(posted)});
+      ++own->unflushed;
+    }
+    return kSuccess;
   }
 
   std::string folder_;
   std::map<int, Table*> tables_;
+  struct Unflushed {
+    std::uint64_t address;
+    std::uint8_t* to;
+    std::vector<std::uint8_t> bytes;
+  };
+  std::vector<Unflushed> unflushed_;  // Guarded by the lock.
   bool stopping_ = false;
 };
 

@@ -8,6 +8,20 @@ from planted import Mutation
 
 MUTATIONS = [
     Mutation(
+        "what adapters wrote into a GPU's memory is not waited for",
+        "transfer/gpudirect.cpp",
+        "  void settle_writes() override { gpu_.flush(); }\n",
+        "",
+        "lie_read_nothing_else_over_gpudirect",
+    ),
+    Mutation(
+        "writes of adapters outlive their connection unseen",
+        "transfer/gpudirect.cpp",
+        "      cuda_.device()->flush();\n    } catch",
+        "    } catch",
+        "closed_over_gpudirect",
+    ),
+    Mutation(
         "a slot may be credited that is free",
         "transfer/shm.cpp",
         " || std::find(free_.begin(), free_.end(), slot) != free_.end()) return false;",
