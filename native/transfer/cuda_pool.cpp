@@ -131,6 +131,7 @@ std::uint64_t CudaPool::landing_address() const {
 std::uint64_t CudaPool::take_landing() {
   if (free_landings_.empty()) throw std::runtime_error("too many peers prove their access at once");
   const std::uint64_t place = free_landings_.back();
+  device_->fill(place, 0, kProofBytes);  // An earlier connection may have left the same source's token there.
   free_landings_.pop_back();
   return place;
 }

@@ -73,7 +73,7 @@ class CudaPool {
 
   [[nodiscard]] std::uint64_t proof_address() const { return control_->address(); }
   [[nodiscard]] std::uint64_t landing_address() const;
-  // A place of kProofBytes for a proof. Throws std::runtime_error if all are taken.
+  // A place of kProofBytes zeros for a proof. Throws std::runtime_error if all are taken.
   [[nodiscard]] std::uint64_t take_landing();
   void rest_landing(std::uint64_t place) { free_landings_.push_back(place); }
 
