@@ -43,7 +43,7 @@ help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 DRAIN_S=2 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
-	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=auto|0|N KV_PATH=auto|direct|staged|ipc KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
+	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=auto|0|N KV_PATH=auto|direct|staged|gpu KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'

@@ -47,7 +47,7 @@ def describe(report: Report) -> str:
         *(f"  {pair.between}: {pair.backend} ({pair.why})" for pair in report.pairs),
     ]
     if survey.gpus.gpus:
-        lines.append("  KV leaves GPU memory so with KV_PATH=ipc, and always staged with KV_PATH=staged.")
+        lines.append("  KV leaves GPU memory so with KV_PATH=gpu, and always staged with KV_PATH=staged.")
         lines.append("  Otherwise workers on GPUs serve requests whole.")
     lines += ["", *describe_findings(report.findings)]
     return "\n".join(lines)

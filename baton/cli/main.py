@@ -216,7 +216,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--disaggregation",
         **_optional([placement.value for placement in Disaggregation]),
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: auto; on GPUs never, unless --kv-path is staged or ipc",
+        "default: auto; on GPUs never, unless --kv-path is staged or gpu",
     )
     add(
         "--engine-options",
@@ -235,8 +235,8 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--kv-path",
         **_optional([path.value for path in KvPath]),
         help="how KV of hand-offs leaves an engine: direct, peers read its memory; staged, it is copied to host memory "
-        "first, as from a GPU; ipc, GPUs of one host read each other (docs/gpu.md); default: auto, direct on a CPU; "
-        "on GPUs KV is handed off with staged or ipc only",
+        "first, as from a GPU; gpu, GPUs read each other (docs/gpu.md); default: auto, direct on a CPU; "
+        "on GPUs KV is handed off with staged or gpu only",
     )
     add(
         "--kv-file-bytes",

@@ -24,7 +24,7 @@ def make_staged_agent(
     stream: Stream,
     make_direct: Callable[[AgentOptions], NativeAgent | None] | None,
 ) -> StagedAgent | GpuAgent:
-    """Return an agent that stages; with `make_direct`, other GPUs read the cache instead (KV_PATH=ipc)."""
+    """Return an agent that stages; with `make_direct`, other GPUs read the cache instead (KV_PATH=gpu)."""
     asked = replace(options, tells_asks=True)
     direct = make_direct and make_direct(direct_options(asked, adapters=any(nic.up for nic in read_nics(Path("/")))))
     if direct is None:
@@ -33,11 +33,11 @@ def make_staged_agent(
     return GpuAgent(direct, staged, stream=stream)
 
 
-def staged_key_of(handoff: Handoff | None, *, ipc: bool) -> bytes:
+def staged_key_of(handoff: Handoff | None, *, gpu_peers: bool) -> bytes:
     """Return the key under which the KV pool finds what a request's hand-off has staged; empty: nothing is.
 
-    What decode pulls may come past the slots where `ipc` allows it, so the pool saves it like what is computed here.
+    With `gpu_peers` what decode pulls may come past the slots, so the pool saves it like what is computed here.
     """
-    if handoff is None or (ipc and handoff.leg is HandoffLeg.DECODE):
+    if handoff is None or (gpu_peers and handoff.leg is HandoffLeg.DECODE):
         return b""
     return handoff.key

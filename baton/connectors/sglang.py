@@ -121,7 +121,7 @@ class BatonScheduler(Scheduler):
                     slots,
                     pool_bytes=pool_bytes,
                     stream=self._stream,
-                    make_direct=NativeAgent if setup.ipc and described.device is not None else None,
+                    make_direct=NativeAgent if setup.gpu_peers and described.device is not None else None,
                 )
             else:
                 agent = self.make_agent(setup.agent)
@@ -138,7 +138,7 @@ class BatonScheduler(Scheduler):
                 owed_tokens=self._owed_tokens,
                 growing_tokens=self._growing_tokens,
                 staging_slots=slots,
-                ipc=setup.ipc,
+                gpu_peers=setup.gpu_peers,
             )
             if described.device is None:
                 # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.

@@ -79,7 +79,7 @@ class Handoffs:
         owed_tokens: Callable[[], int] = lambda: 0,
         growing_tokens: Callable[[], int] = lambda: 0,
         staging_slots: int = 0,
-        ipc: bool = False,
+        gpu_peers: bool = False,
     ) -> None:
         """`owed_tokens`: returns the room in the cache that SGLang's own requests need first; `growing_tokens`: that
         into which the running ones may grow."""
@@ -95,7 +95,7 @@ class Handoffs:
         self._owed_tokens = owed_tokens
         self._growing_tokens = growing_tokens
         self._staged = staging_slots > 0
-        self._ipc = ipc
+        self._gpu_peers = gpu_peers
         self._decisions = HandoffScheduler(
             cache.page_size, staging_slots=staging_slots, now_s=lambda: agreement.agreed_s
         )
@@ -131,7 +131,7 @@ class Handoffs:
             return False
         handoff = None if text is None else msgspec.json.decode(text, type=Handoff)
         if self.kv_pool is not None:
-            staged_key = staged_key_of(handoff, ipc=self._ipc) if self._staged else b""
+            staged_key = staged_key_of(handoff, gpu_peers=self._gpu_peers) if self._staged else b""
             self.kv_pool.admit(req, None if loan is None else msgspec.json.decode(loan, type=Loan), staged_key)
         if handoff is not None:
             self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))

@@ -71,7 +71,7 @@ def read_kv(pool: KVCache, *, page_tokens: int, kv_heads: int, rank: int, ranks:
     device = first.device.type
     if device not in ("cpu", "cuda") or (device == "cuda" and not staged):
         raise ConfigurationError(
-            f"the KV cache lies on {device}, from where KV is handed off with engine option kv_path=staged or ipc only"
+            f"the KV cache lies on {device}, from where KV is handed off with engine option kv_path=staged or gpu only"
         )
     if first.element_size() == 1:
         raise ConfigurationError(

@@ -150,7 +150,7 @@ class BatonConnector(KVConnectorBase_V1):
             handoff = msgspec.convert(parameters or None, Handoff | None)
             if self._pool_scheduler is not None:
                 loan, token_s = msgspec.convert(loan, Loan | None), msgspec.convert(token_s, float)
-                staged_key = staged_key_of(handoff, ipc=self._settings.ipc) if self._staging_slots else b""
+                staged_key = staged_key_of(handoff, gpu_peers=self._settings.gpu_peers) if self._staging_slots else b""
                 self._pool_scheduler.admit(request, loan, token_s, staged_key)
             if self._scheduler is not None and handoff is not None:
                 self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
@@ -300,7 +300,7 @@ class BatonConnector(KVConnectorBase_V1):
                 self._staging_slots,
                 pool_bytes=self._pool_bytes // ranks,
                 stream=self.stream,
-                make_direct=self.make_direct if self._settings.ipc else None,
+                make_direct=self.make_direct if self._settings.gpu_peers else None,
             )
         else:
             agent = self.make_agent(self._settings.agent)

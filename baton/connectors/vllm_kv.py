@@ -49,7 +49,7 @@ def read_kv(
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not staged):
         raise ConfigurationError(
             f"the KV cache lies on {device.type}, from where KV is handed off staged only "
-            "(engine option kv_path=staged or ipc; handoff=false serves requests whole)"
+            "(engine option kv_path=staged or gpu; handoff=false serves requests whole)"
         )
     if not order or any(
         tensor.shape != first.shape or tensor.stride() != first.stride() or tensor.shape[0] != blocks

@@ -37,8 +37,8 @@ class ConnectorSettings:
     """Size of the KV pool of all ranks; 0: no pool."""
     staging_tokens: int | None = None
     """Tokens of hand-offs that are staged at a time, 0 for the default; None: KV is not staged."""
-    ipc: bool = False
-    """Whether GPUs of the same host read the cache itself, where it is staged for others."""
+    gpu_peers: bool = False
+    """Whether peers' GPUs read the cache itself, where it is staged for others."""
     kv_file: str = ""
     """Path of the KV pool's file; empty: none."""
     kv_file_bytes: int = 0

@@ -20,7 +20,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pair_backends(survey: Survey) -> tuple[Pair, ...]:
-    """Return each kind of pair, those of GPUs with KV_PATH=ipc.
+    """Return each kind of pair, those of GPUs with KV_PATH=gpu.
 
     The handshake of two agents decides; this is what it will find here.
     """

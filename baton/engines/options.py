@@ -39,20 +39,20 @@ class KvPath(StrEnum):
     """Peers read the cache itself."""
     STAGED = "staged"
     """It is copied to host memory, which peers read (`docs/gpu.md`)."""
-    IPC = "ipc"
-    """GPUs of the same host read the cache itself; for all other peers it is staged."""
+    GPU = "gpu"
+    """Peers' GPUs read the cache itself, or their adapters do; for all other peers it is staged."""
 
 
-STAGES: Final = (KvPath.STAGED, KvPath.IPC)
+STAGES: Final = (KvPath.STAGED, KvPath.GPU)
 """Ways that need slots of host memory."""
 KV_POOL_AUTO: Final = "auto"
 KV_POOL_SHARE: Final = 0.25
 """Share of a host's free memory for the KV pools of all its workers, where their size is `auto`."""
 KV_POOL_BYTES_MAX: Final = 4 << 30
 """Most of that for one worker: the memory is reserved at the start, which takes about 0.3 s for each GiB."""
-HANDOFF_FOR_POOL: Final = "an engine that hands off KV (on a GPU: kv_path=staged or ipc)"
+HANDOFF_FOR_POOL: Final = "an engine that hands off KV (on a GPU: kv_path=staged or gpu)"
 WHOLE_ON_CUDA: Final = (
-    "on CUDA decode workers serve requests whole, unless kv_path=staged or kv_path=ipc asks for hand-offs, "
+    "on CUDA decode workers serve requests whole, unless kv_path=staged or kv_path=gpu asks for hand-offs, "
     "whose cost beside decode has not been measured on a GPU"
 )
 

@@ -149,7 +149,7 @@ def test_on_a_gpu_nothing_is_handed_off_unless_the_user_asks_for_it(caplog: pyte
             chosen_path(role, Device.CUDA, handoff=handoff)
     for role in Role:
         assert chosen_path(role, Device.CUDA, kv_path="staged") is KvPath.STAGED
-        assert chosen_path(role, Device.CUDA, kv_path="ipc") is KvPath.IPC
+        assert chosen_path(role, Device.CUDA, kv_path="gpu") is KvPath.GPU
     assert chosen_path(Role.DECODE, Device.CUDA, kv_path="staged", handoff=False) is None
 
 
@@ -179,7 +179,7 @@ def test_an_engine_that_hands_nothing_off_has_no_pool(caplog: pytest.LogCaptureF
     without = choose_pool(own, None)
     assert (without.kv_pool_bytes, without.kv_file, without.kv_file_bytes) == (0, "", 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "this engine runs without a KV pool: that needs an engine that hands off KV (on a GPU: kv_path=staged or ipc)"
+        "this engine runs without a KV pool: that needs an engine that hands off KV (on a GPU: kv_path=staged or gpu)"
     ]
     own, _ = split_options({"kv_pool_bytes": 9}, DIALECT)
     with pytest.raises(ConfigurationError, match="kv_pool_bytes needs an engine that hands off"):

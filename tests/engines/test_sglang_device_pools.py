@@ -40,6 +40,6 @@ def test_pools_on_a_device_are_described_with_it_and_handed_off_staged_only() ->
         "layers=2 kv_heads=1 dim=576 dtype=bfloat16 order=NHD form=latent packing=plain block_tokens=32 tp=1/2"
     )
     assert said["direct"] == {
-        "refusal": "the KV cache lies on cuda, from where KV is handed off with engine option kv_path=staged or ipc "
+        "refusal": "the KV cache lies on cuda, from where KV is handed off with engine option kv_path=staged or gpu "
         "only"
     }

@@ -22,7 +22,7 @@ from tiny_models import make_model
 STAGED: dict[str, Any] = {"kv_path": "staged", "kv_pool_bytes": 512 << 20}
 # A share of the GPU's memory that must be free when an engine starts; the caches themselves are of a fixed size.
 VLLM = STAGED | {"connector": "baton.connectors.vllm:BatonConnector", "device": "cuda", "gpu_memory_utilization": 0.12}
-IPC = {"kv_path": "ipc"}
+BY_IPC = {"kv_path": "gpu"}
 # Eager, since it starts faster: graphs are the others' matter.
 HALF = VLLM | {"dtype": "bfloat16", "enforce_eager": True}
 
@@ -33,13 +33,13 @@ def graphs(mode: str) -> dict[str, Any]:
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "vllm full, ipc": VLLM | graphs("FULL") | IPC,
-    "vllm eager, ipc": VLLM | IPC | {"enforce_eager": True},
+    "vllm full, ipc": VLLM | graphs("FULL") | BY_IPC,
+    "vllm eager, ipc": VLLM | BY_IPC | {"enforce_eager": True},
     "vllm piecewise": VLLM | graphs("PIECEWISE"),
     # In float32, as needed for equal tokens; its default is for 16 bits. The share includes what others use.
     "sglang triton": STAGED | {"device": "cuda", "attention_backend": "triton", "mem_fraction_static": 0.8},
-    "vllm 16 bits, ipc": HALF | IPC,
-    "vllm 16 bits too, ipc": HALF | IPC,
+    "vllm 16 bits, ipc": HALF | BY_IPC,
+    "vllm 16 bits too, ipc": HALF | BY_IPC,
     "vllm latent": HALF,
     "vllm latent too": HALF,
     "vllm 8 bits": HALF | {"kv_cache_dtype": "fp8"},
@@ -114,7 +114,7 @@ def test_output_equals_one_engines(names: list[str], pair: Pair, tokens: int) ->
     assert output == pair.aggregated(ids, 24)
     assert last["transferred_tokens"] == tokens - 1
     (backend,) = pulls(pair) - before
-    if all(ENGINES[name]["kv_path"] == "ipc" for name in names):
+    if all(ENGINES[name]["kv_path"] == "gpu" for name in names):
         assert backend == "cuda-ipc"
     else:
         assert backend.endswith("+staged")

@@ -300,8 +300,8 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert flag in text
     words = " ".join(text.split())
     assert "--stored-keys take the API keys that `baton keys create` makes, beside those in API_KEY" in words
-    assert "on GPUs never, unless --kv-path is staged or ipc" in words
-    assert "on GPUs KV is handed off with staged or ipc only" in words
+    assert "on GPUs never, unless --kv-path is staged or gpu" in words
+    assert "on GPUs KV is handed off with staged or gpu only" in words
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -252,4 +252,4 @@ def test_the_report_names_each_gpus_adapter_and_its_setting(dgx2: Path) -> None:
         "GPU memory, workers of two hosts: verbs+staged (mlx5_0:1, mlx5_1:1; adapters cannot reach GPU memory here)"
         in said
     )
-    assert "KV leaves GPU memory so with KV_PATH=ipc" in said
+    assert "KV leaves GPU memory so with KV_PATH=gpu" in said

@@ -128,7 +128,7 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
             model_digest=self.digest,
             kv_pool_bytes=self._own.kv_pool_bytes,
             staging_tokens=self._own.kv_staging_tokens if path in STAGES else None,
-            ipc=path is KvPath.IPC,
+            gpu_peers=path is KvPath.GPU,
             kv_file=self._own.kv_file,
             kv_file_bytes=self._own.kv_file_bytes,
         )

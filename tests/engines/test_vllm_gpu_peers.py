@@ -14,8 +14,8 @@ from test_vllm_staged import SMALL, STAGED, Gpu, begun, is_free, saved_blocks
 
 from tests.contract.fake_library import FakeGpu, FakeVerbs
 
-CONNECTORS = {"cuda-ipc": "ipc:IpcConnector", "gpudirect": "ipc:FarConnector"}
-IPC: dict[str, Any] = {**STAGED, **SMALL["vllm"], "kv_path": "ipc"}
+CONNECTORS = {"cuda-ipc": "gpu_peers:NearConnector", "gpudirect": "gpu_peers:FarConnector"}
+GPU_PEERS: dict[str, Any] = {**STAGED, **SMALL["vllm"], "kv_path": "gpu"}
 PROMPT_TOKENS = 700
 BLOCK_TOKENS = 32
 pytestmark = pytest.mark.nightly
@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def engines(backend: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     os.environ["BATON_TEST_GPU"] = FakeGpu.compiled()
     os.environ["BATON_TEST_VERBS"] = FakeVerbs(tmp_path_factory.mktemp("adapters")).library
-    options: dict[str, Any] = {**IPC, "connector": CONNECTORS[backend]}
+    options: dict[str, Any] = {**GPU_PEERS, "connector": CONNECTORS[backend]}
     with started_pair(tiny_model, tmp_path_factory, **options) as pair:
         yield pair
 

@@ -45,8 +45,8 @@ class DeviceAgent(NativeAgent):
             super().post_ready_after(key, generation, layer, tokens, stream=stream)
 
 
-class IpcConnector(StagedConnector):
-    """Use with kv_path=ipc."""
+class NearConnector(StagedConnector):
+    """Use with kv_path=gpu."""
 
     def make_direct(self, options: AgentOptions) -> NativeAgent | None:
         return DeviceAgent(options, os.environ["BATON_TEST_GPU"], Path(os.environ["BATON_TEST_GATE"]))
@@ -57,7 +57,7 @@ class IpcConnector(StagedConnector):
             self._stand_in.wrote(kv_layer[block])
 
 
-class FarConnector(IpcConnector):
+class FarConnector(NearConnector):
     """The same, on a host of its own that has RDMA adapters."""
 
     def make_direct(self, options: AgentOptions) -> NativeAgent | None:
