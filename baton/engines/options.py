@@ -34,7 +34,7 @@ class KvPath(StrEnum):
     """How KV of hand-offs gets from the engine's cache to a peer."""
 
     AUTO = "auto"
-    """Direct from host memory, staged from a device's."""
+    """Direct from host memory; on a GPU no hand-off."""
     DIRECT = "direct"
     """Peers read the cache itself."""
     STAGED = "staged"

@@ -28,9 +28,9 @@ class CudaPool;
 // State that backends keep for all connections of an agent, since the pool is registered with an adapter only once.
 // Made on first use; outlives every connection.
 struct Fabrics {
-  std::shared_ptr<VerbsDevices> verbs;
-  std::shared_ptr<UcxContext> ucx;
   std::shared_ptr<CudaPool> cuda;
+  std::shared_ptr<VerbsDevices> verbs;  // Goes before the GPU's memory that is registered with its adapters.
+  std::shared_ptr<UcxContext> ucx;
 };
 
 // The objects that one end of a connection's data path may use.

@@ -275,7 +275,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a queue's room is not watched",
-        "transfer/verbs.cpp",
+        "transfer/verbs_path.cpp",
         "std::min(read.pieces.local.size() - read.begun, queue_.room());",
         "read.pieces.local.size() - read.begun;",
         "paths",
