@@ -9,7 +9,7 @@
 //    Trailer  ◀── Fetched, ──▶ compared with the sum
 //
 // An adapter waits for no stream, so a chunk is granted once its release is reached on the source's GPU. The handshake
-// is that of `verbs`, its proof is read from GPU to GPU. See docs/decisions/0068-gpudirect.md.
+// is that of `verbs`, its proof is read from GPU to GPU. See docs/decisions/0068-adapters-read-gpus.md.
 #include <sys/epoll.h>
 #include <unistd.h>
 
