@@ -48,7 +48,7 @@ help:
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
 	@echo 'make test          set up everything and run the tests: the C++ core, test-fast, test-engines'
-	@echo 'make test-fast     the tests that need no real engine'
+	@echo 'make test-fast     the tests that need no real engine; test-unit, test-contract: parts of them'
 	@echo 'make test-engines  the tests with real engines: each pair of them, and what can go wrong between two of vLLM'
 	@echo 'make test-native   the C++ core, with sanitizers: its tests, model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make doctor        what this machine has: GPUs, RDMA adapters, limits; which way KV takes; what to mend'
@@ -56,11 +56,13 @@ help:
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: test-nightly-locks, -native (both sanitizers), -integration, -fuzzers,'
 	@echo '                   -examples (many, of each property), -engines, -mutations (planted faults), each a target of its own'
+	@echo 'make test-open-responses OPEN_RESPONSES=checkout  that specification'"'"'s own acceptance program'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       $(subst $() ,$(COMMA) ,$(BENCHMARKS)): a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
+	@echo 'make environment-… vllm, sglang (each also -cuda), nvcc, ucx, agents, phoenix, libcachesim: set up one only'
 	@echo 'make clean         remove environments, caches and run folders'
 
 environment:
