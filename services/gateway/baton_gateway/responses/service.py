@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -126,7 +127,8 @@ class Responses:
         except Exception:  # The boundary of this request.
             log.exception("response %s failed unexpectedly", key.response)
             failed = events.fail(BatonError("the server failed unexpectedly; its log has the details"))
-            await self._write(key, stored, failed if streams else [], events)
+            with suppress(ResponseEnded):
+                await self._write(key, stored, failed if streams else [], events)
         finally:
             del self._running[key]
 
