@@ -170,6 +170,21 @@ TEST(offers_and_grants_that_lie_read_nothing_else_over_gpudirect) {
   CHECK(proven > 50 && placed > 20);
 }
 
+TEST(connections_that_are_proven_hold_no_place_for_a_proof_over_gpudirect) {
+  Side source, sink;
+  std::string why;
+  std::vector<std::unique_ptr<DataPath>> open;
+  for (std::uint32_t i = 0; i <= CudaPool::kLandings; ++i) {
+    auto offering = kGpuDirect.at_source(source.site(), why);
+    auto path = kGpuDirect.at_sink(sink.site(), offering->offer(), why);
+    CHECK(path != nullptr && offering->check(path->proof().value()) && path->resume({}));
+    settle(*path, [&] { return path->proof().has_value(); });
+    CHECK(offering->check(path->proof().value()));
+    open.push_back(std::move(offering));
+    open.push_back(std::move(path));
+  }
+}
+
 TEST(what_an_adapter_wrote_is_seen_once_its_connection_is_closed_over_gpudirect) {
   Side source, sink;
   std::string why;

@@ -74,19 +74,25 @@ class Landing {
     } catch (const gpu::Error&) {
       // The device has failed; nobody reads what was written.
     }
-    cuda_.rest_landing(place_);
+    rest();
   }
   Landing(const Landing&) = delete;
   Landing& operator=(const Landing&) = delete;
 
   [[nodiscard]] iovec range() const { return {reinterpret_cast<void*>(place_), CudaPool::kProofBytes}; }
-  [[nodiscard]] Blob token() const {
+  // The token that was read. The place is another connection's afterwards.
+  [[nodiscard]] Blob take_token() {
     Blob token(sizeof(Token));
     cuda_.device()->copy(reinterpret_cast<std::uint64_t>(token.data()), place_, token.size());
+    rest();
     return token;
   }
 
  private:
+  void rest() {
+    if (place_ != 0) cuda_.rest_landing(std::exchange(place_, 0));
+  }
+
   CudaPool& cuda_;
   std::uint64_t place_;
 };
@@ -126,7 +132,8 @@ class GpuDirectSink : private Landing, public VerbsSink {
     try {
       const Turn turn = VerbsSink::advance();
       while (!landed_.empty() && sums_.has_room(landed_.front()->pieces.local.size())) {
-        sum(*landed_.front());
+        Read& read = *landed_.front();
+        sums_.add({}, cuda_pieces(site_.pool, read.chunk.layer, read.chunk.blocks, 0), &read);
         landed_.pop_front();
       }
       sums_.launch(true);
@@ -141,7 +148,7 @@ class GpuDirectSink : private Landing, public VerbsSink {
 
  protected:
   void settle_writes() override { gpu_.flush(); }
-  Blob token_read() override { return Landing::token(); }
+  Blob token_read() override { return Landing::take_token(); }
   // The last pieces count once the whole chunk is summed.
   void landed(Read& read, std::size_t pieces) override {
     const bool whole = read.ended + pieces == read.pieces.local.size();
@@ -162,20 +169,6 @@ class GpuDirectSink : private Landing, public VerbsSink {
   std::uint32_t sum_of(const Read& read) const override { return read.sum; }
 
  private:
-  void sum(Read& read) {
-    std::vector<BatonGpuPiece> pieces;
-    std::uint64_t position = 0;
-    for (const iovec& piece : read.pieces.local) {
-      pieces.push_back({.from = reinterpret_cast<std::uint64_t>(piece.iov_base),
-                        .row_bytes = static_cast<std::uint32_t>(piece.iov_len),
-                        .rows = 1,
-                        .groups = 1,
-                        .position = position});
-      position += piece.iov_len;
-    }
-    sums_.add({}, pieces, &read);
-  }
-
   gpu::Device& gpu_;
   std::deque<Read*> landed_;  // Read whole, and not being summed yet.
   std::vector<gpu::Queue::Ended> summed_;

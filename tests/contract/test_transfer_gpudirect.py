@@ -17,6 +17,7 @@ from transfer_rig import (
     MakeNode,
     Node,
     assert_nothing_left,
+    begin,
     make_gpu_agent,
     pull,
     wait_until,
@@ -134,11 +135,7 @@ def test_what_is_posted_is_read_once_the_stream_has_written_it(fabric: Fabric, f
 def test_writes_that_the_gpu_does_not_see_never_count(make_node: MakeNode, fake_gpu: FakeGpu) -> None:
     """A planted fault: what adapters wrote is not waited for."""
     source, sink = make_node(), make_node()
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source)
-    sink.wait(EventKind.PULL_PROGRESS)
+    generation = begin(source, sink)
     fake_gpu.set(lose_flush=1)
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     failed = sink.wait_end(KEY)
@@ -152,11 +149,7 @@ def test_writes_that_the_gpu_does_not_see_never_count(make_node: MakeNode, fake_
 def test_a_pull_that_is_cancelled_leaves_no_write_behind(make_node: MakeNode, fake_verbs: FakeVerbs) -> None:
     """Writes that an adapter has reported and the GPU does not see yet would reach blocks of another request."""
     source, sink = make_node(), make_node()
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source)
-    sink.wait(EventKind.PULL_PROGRESS)
+    generation = begin(source, sink)
     fake_verbs.set(delay_ms=100)
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     wait_until(lambda: sink.agent.stats().pulled_blocks > 0)

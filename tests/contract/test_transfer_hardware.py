@@ -20,7 +20,7 @@ from transfer_rig import (
     TOKENS,
     Fabric,
     MakeNode,
-    Node,
+    begin,
     pull,
     pull_whole,
     wait_idle,
@@ -47,16 +47,6 @@ def fake(request: pytest.FixtureRequest, way: str, make_node: MakeNode) -> Itera
     fake: FakeLibrary = request.getfixturevalue("fake_gpu" if way.startswith("cuda") else "fake_verbs")
     yield fake
     fake.set(hold=0)
-
-
-def begin(source: Node, sink: Node) -> int:
-    """Let a pull get its first layer and wait for the others."""
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source)
-    sink.wait(EventKind.PULL_PROGRESS)
-    return generation
 
 
 # ---------------------------------------------------------------- failures

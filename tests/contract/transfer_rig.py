@@ -277,6 +277,16 @@ def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, bu
     )
 
 
+def begin(source: Node, sink: Node) -> int:
+    """Let a pull get its first layer and wait for the others."""
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    source.agent.post_ready(KEY, generation, 0, TOKENS)
+    pull(sink, source)
+    sink.wait(EventKind.PULL_PROGRESS)
+    return generation
+
+
 def pull_whole(sink: Node, source: Node) -> TransferEvent:
     """Offer all blocks and pull them; return the pull's last event, and check every byte if it is done."""
     source.offer(KEY, SOURCE_BLOCKS, seed=3)
