@@ -29,6 +29,7 @@ COMMA      := ,
 BENCHMARKS := after-waits burst engines fairness gateway gateway-processes gateway-tokens hostile index index-restart intake interference layout overlap peer-routing placement plans pool pool-engine pool-parts pool-prediction pool-replay prediction replay replay-ablation replay-speed roles scheduler separation staging streams tenant-timing tool-streams tracing transfer transfer-wake vllm-serve worker
 # The parts of `make test-nightly`, the quick ones first.
 NIGHTLY    := locks native integration fuzzers examples engines mutations
+UNIT_PARTS := test-unit-1 test-unit-2
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -37,7 +38,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-unit test-contract test-engines test-compose test-open-responses check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
+.PHONY: help up doctor trace explain index test test-fast test-unit $(UNIT_PARTS) test-contract test-engines test-compose test-open-responses check format lock clean environment environment-sglang environment-vllm environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly $(NIGHTLY:%=test-nightly-%) $(BENCHMARKS:%=bench-%)
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -149,12 +150,18 @@ endef
 test-fast: environment
 	@$(MAKE) test-native
 	$(test-libraries)
-	$(call timed,unit and contract tests,$(MAKE) -j 2 --output-sync test-unit test-contract)
+	$(call timed,unit and contract tests,$(MAKE) -j 3 --output-sync $(UNIT_PARTS) test-contract)
 	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 5 $(DAILY) tests/integration)
 
-# Parts of test-fast. Unit tests compute and contract tests wait, so they run side by side.
+# Parts of test-fast, side by side: unit tests compute and contract tests wait. Each part of the unit tests is a process
+# that gets no work from another one, as workers of pytest-xdist do: there are thousands, and most take a millisecond.
 test-unit:
-	@.venv/bin/$(PYTEST) -n 2 --dist worksteal $(DAILY) tests/unit
+	@$(MAKE) -j 2 --output-sync $(UNIT_PARTS)
+
+test-unit-1: UNIT_FILES = tests/unit/test_[!r-z]*.py
+test-unit-2: UNIT_FILES = tests/unit/test_[r-z]*.py
+$(UNIT_PARTS):
+	@.venv/bin/$(PYTEST) -p no:xdist $(DAILY) $(UNIT_FILES)
 
 test-contract:
 	@.venv/bin/$(PYTEST) -n 5 --dist worksteal $(DAILY) tests/contract

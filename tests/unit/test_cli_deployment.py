@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +20,6 @@ from baton.messages.placement import Disaggregation
 from baton.processes.child import describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 from tests.harness.deployments import NATS_URL, REDIS_URL, all_programs, flags, make_deployment
-from tests.harness.limits import HANG_S
 
 
 def test_one_program_per_process_prefill_before_decode(tmp_path: Path) -> None:
@@ -302,36 +297,6 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--stored-keys take the API keys that `baton keys create` makes, beside those in API_KEY" in words
     assert "on GPUs never, unless --kv-path is staged or gpu" in words
     assert "on GPUs KV is handed off with staged or gpu only" in words
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_ends_first_is_no_error(unbuffered: str) -> None:
-    """The same as `baton … | head`, when `head` has seen enough before or after all is printed."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    ended = subprocess.run(
-        [sys.executable, "-m", "baton.cli", "doctor"],
-        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
-        stdout=writes,
-        stderr=subprocess.PIPE,
-        check=False,
-        timeout=HANG_S,
-    )
-    os.close(writes)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
-
-
-def test_an_interrupted_command_ends_without_a_traceback() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        silent.settimeout(HANG_S)
-        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
-        command = [sys.executable, "-m", "baton.cli", "index", "--nats-url", url]
-        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-            connection, _ = silent.accept()
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=HANG_S)
-            connection.close()
-    assert (process.returncode, said) == (128 + signal.SIGINT, b"")
 
 
 def test_a_folder_that_cannot_be_made_is_named(

@@ -1,4 +1,4 @@
-"""Contract of the fork server: a forked process is to its caller what a real one is."""
+"""The fork server of the tests: a forked process is to its caller what a real one is."""
 
 from __future__ import annotations
 
