@@ -80,7 +80,8 @@ def test_a_killed_engine_finds_its_blocks_again(tiny_model: Path, tmp_path: Path
 def test_what_the_pool_evicted_comes_from_the_file(tiny_model: Path, tmp_path: Path) -> None:
     options = {"kv_pool_bytes": 64 * SLOT_BYTES, "kv_file": str(tmp_path / "kv"), "kv_file_bytes": FILE_BYTES}
     with started(tiny_model, tmp_path, **options) as engine:
-        tokens = prompt(960, 1)
+        # A quarter of the pool may be on its way to the file at a time: no block is left out, however slow the disk is.
+        tokens = prompt(512, 1)
         first = engine.ask(tokens)
         written(engine)
         for seed in (2, 3, 4):
@@ -89,7 +90,7 @@ def test_what_the_pool_evicted_comes_from_the_file(tiny_model: Path, tmp_path: P
         engine.forget()
         again = engine.ask(tokens, computing_token_s=PATIENT_S)
         assert again.tokens == first.tokens
-        assert again.promoted == 959
+        assert again.promoted == 511
         assert file_of(engine)["loaded_tokens"] > 0
 
 
